@@ -1,0 +1,2 @@
+VENV ?= .venv
+PYTHON ?= python3

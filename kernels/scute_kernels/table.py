@@ -1,0 +1,31 @@
+"""The adapter table: where in the arena the parts of every adapted projection lie.
+
+``arena`` is one flat tensor of the serving dtype. ``table`` is ``(slots, sites, FIELDS)`` int64. A *slot* is the row of
+a resident adapter, a *site* is one Hugging Face projection as one rank serves it (the sites of a fused module have
+consecutive numbers: q, k, v). Offsets count elements of the arena; ``-1`` in an offset field means that the part is
+absent, which is the identity.
+
+``bases`` is ``(capacity, BASIS_FIELDS)`` int64, one row per shared basis. ``origins`` is ``(sites, 2)`` int64: the
+first input and the first output feature of the site within the full Hugging Face projection (nonzero under tensor
+parallel, or for a slice of a projection that Hugging Face itself fuses); a shared basis is read from there.
+"""
+
+A = 0  # own pair: offset of a (r, in)
+B = 1  # own pair: offset of b (r, out)
+RANK = 2  # own pair: r, 0 if absent
+SCALE = 3  # offset of s - 1, (out,)
+BIAS = 4  # offset of the output shift, (out,)
+ROTATION = 5  # offset of R - I, (blocks, k, k)
+BLOCK = 6  # k, 0 if absent, 1 for a diagonal
+BLOCK_STRIDE = 7  # k * k, or 0 if one block serves every position
+BASIS = 8  # row in bases, or -1
+D = 9  # offset of d, (r,)
+E = 10  # offset of e, (out,)
+FIELDS = 12  # padded, so that a row of the table stays aligned
+
+BASIS_A = 0  # offset of the shared a (r, in_max)
+BASIS_A_STRIDE = 1  # in_max
+BASIS_B = 2  # offset of the shared b (r, out_max)
+BASIS_B_STRIDE = 3  # out_max
+BASIS_RANK = 4  # r
+BASIS_FIELDS = 8
