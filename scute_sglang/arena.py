@@ -1,0 +1,162 @@
+"""The arena: one flat device tensor that holds the weights of every resident adapter and shared basis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 256  # bytes; what the CUDA allocator guarantees at least, so kernels may assume it of every block
+STAGING_BYTES = 8 << 20  # enough to move a block at memory bandwidth
+
+
+class ArenaFull(RuntimeError):
+    """The free bytes do not suffice. ``needed``, ``free``: bytes, the first with alignment."""
+
+    def __init__(self, key: str, needed: int, free: int, capacity: int) -> None:
+        super().__init__(
+            f"{key} needs {needed} bytes of adapter memory, but {free} of {capacity} are free: "
+            "evict another adapter first, or raise --scute-adapter-memory"
+        )
+        self.needed = needed
+        self.free = free
+
+
+@dataclass
+class _Block:
+    offset: int  # elements
+    elements: int
+    size: int  # elements, aligned
+    references: int = 1
+
+
+class Arena:
+    """Blocks of one flat tensor, by key. A block holds the packed parts of one adapter, or one shared basis.
+
+    ``tensor``: ``(elements,)`` of ``dtype`` on ``device``, never reallocated, so captured CUDA graphs may hold it.
+    ``capacity``, ``used``, ``free``: bytes; a block counts with its alignment, and the capacity is rounded down to it.
+    ``generation``: changes whenever blocks have moved; their owner then rewrites every offset that it handed out.
+
+    Copies run on the current stream. The caller orders it after the steps that read released or moving blocks, and
+    before the steps that read the new ones.
+    """
+
+    def __init__(self, capacity_bytes: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.capacity = capacity_bytes // ALIGNMENT * ALIGNMENT
+        self.generation = 0
+        self.tensor = torch.empty(self.capacity // dtype.itemsize, dtype=dtype, device=device)
+        # Allocated now: when blocks have to move, the device may have no memory left.
+        staging = min(self.capacity, STAGING_BYTES) // dtype.itemsize
+        self._staging = torch.empty(staging, dtype=dtype, device=device)
+        self._blocks: dict[str, _Block] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(block.size for block in self._blocks.values()) * self.tensor.itemsize
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._blocks
+
+    def keys(self) -> list[str]:
+        return list(self._blocks)
+
+    def offset(self, key: str) -> int:
+        """Where the block starts, in elements. Valid until ``generation`` changes."""
+        return self._blocks[key].offset
+
+    def footprint(self, elements: int) -> int:
+        """The bytes that a block of so many elements takes."""
+        return -(-elements * self.tensor.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def fits(self, elements: Mapping[str, int]) -> bool:
+        """Whether these blocks (key to size in elements) can be resident together, once every other is released.
+
+        If so, allocating those of them that are not resident succeeds, in any order.
+        """
+        return sum(map(self.footprint, elements.values())) <= self.capacity
+
+    def allocate(self, key: str, elements: int) -> int:
+        """Reserves a block with one reference and returns its offset in elements; the content is undefined.
+
+        Moves live blocks together (a new ``generation``) if the free bytes suffice but no hole is large enough. Raises
+        ``ArenaFull`` if they do not suffice, and ``ValueError`` if the key is resident.
+        """
+        if key in self._blocks:
+            raise ValueError(f"{key} is already in the arena")
+        needed = self.footprint(elements)
+        if needed > self.free:
+            raise ArenaFull(key, needed, self.free, self.capacity)
+        size = needed // self.tensor.itemsize
+        offset = self._find_hole(size)
+        if offset is None:
+            offset = self._compact()
+        self._blocks[key] = _Block(offset, elements, size)
+        return offset
+
+    def write(self, key: str, host: torch.Tensor) -> None:
+        """Fills the block from ``host``: ``(elements,)`` of the arena's dtype; asynchronous if it is pinned.
+
+        The caller keeps a pinned ``host`` unchanged until the copy is done.
+        """
+        block = self._blocks[key]
+        if host.dtype != self.tensor.dtype or host.shape != (block.elements,):
+            raise ValueError(
+                f"{key} holds ({block.elements},) of {self.tensor.dtype}, got {tuple(host.shape)} of {host.dtype}"
+            )
+        self._view(block.offset, block.elements).copy_(host, non_blocking=host.is_pinned())
+
+    def retain(self, key: str) -> None:
+        """Adds a reference, for a basis that another resident adapter uses."""
+        self._blocks[key].references += 1
+
+    def release(self, key: str) -> None:
+        """Drops a reference; with the last one the block is free."""
+        block = self._blocks[key]
+        block.references -= 1
+        if block.references == 0:
+            del self._blocks[key]
+
+    def _view(self, offset: int, elements: int) -> torch.Tensor:
+        return self.tensor[offset : offset + elements]
+
+    def _in_order(self) -> list[_Block]:
+        # Size breaks the tie between an empty block and the block that starts where it lies.
+        return sorted(self._blocks.values(), key=lambda block: (block.offset, block.size))
+
+    def _find_hole(self, size: int) -> int | None:
+        """The first hole of at least ``size`` elements."""
+        end = 0
+        for block in self._in_order():
+            if block.offset - end >= size:
+                return end
+            end = block.offset + block.size
+        return end if self.tensor.numel() - end >= size else None
+
+    def _compact(self) -> int:
+        """Moves all blocks to the left; returns where the free space begins."""
+        end = 0
+        for block in self._in_order():
+            self._move(block, end)
+            end += block.size
+        self.generation += 1
+        return end
+
+    def _move(self, block: _Block, offset: int) -> None:
+        """Moves a block to the left. Chunks go from left to right, so a write only meets what was already read."""
+        distance = block.offset - offset
+        if distance == 0:
+            return
+        step = max(distance, self._staging.numel())
+        for start in range(0, block.elements, step):
+            elements = min(step, block.elements - start)
+            source = self._view(block.offset + start, elements)
+            target = self._view(offset + start, elements)
+            if elements > distance:  # the two overlap, and an overlapping copy is undefined
+                source = self._staging[:elements].copy_(source)
+            target.copy_(source)
+        block.offset = offset

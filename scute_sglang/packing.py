@@ -1,0 +1,174 @@
+"""Packing: one adapter's normal forms, or one shared basis, as one block of the serving dtype and its table rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from scute_converter.normal_form import Basis, NormalForm
+from scute_kernels import table
+
+PART_ALIGNMENT = 16  # bytes; the widest load of one thread
+
+_OFFSETS = [table.A, table.B, table.SCALE, table.BIAS, table.ROTATION, table.D, table.E]
+_BASIS_OFFSETS = [table.BASIS_A, table.BASIS_B]
+_ABSENT = [-1 if field in {*_OFFSETS, table.BASIS} else 0 for field in range(table.FIELDS)]
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """What one rank serves of one adapter, on the host.
+
+    ``block``: ``(elements,)`` of the serving dtype, pinned if CUDA is available. ``rows``: ``(sites, FIELDS)`` int64,
+    with offsets from the start of the block, and in ``BASIS`` an index into ``bases``, the keys of the shared bases.
+    """
+
+    block: torch.Tensor
+    rows: torch.Tensor
+    bases: tuple[str, ...]
+
+    def placed(self, offset: int, basis_rows: Mapping[str, int]) -> torch.Tensor:
+        """The rows for a block at ``offset`` (elements) of the arena. ``basis_rows``: basis key to row in ``bases``."""
+        rows = _rebase(self.rows, _OFFSETS, offset)
+        # The last entry is what index -1 reads: no basis.
+        numbers = torch.tensor([*(basis_rows[key] for key in self.bases), -1])
+        rows[:, table.BASIS] = numbers[rows[:, table.BASIS]]
+        return rows
+
+
+@dataclass(frozen=True)
+class PackedBasis:
+    """A shared basis on the host. ``block``: as of an adapter, ``a`` then ``b``. ``row``: ``(BASIS_FIELDS,)`` int64."""
+
+    block: torch.Tensor
+    row: torch.Tensor
+
+    def placed(self, offset: int) -> torch.Tensor:
+        """The row for a block at ``offset`` (elements) of the arena."""
+        return _rebase(self.row, _BASIS_OFFSETS, offset)
+
+
+def pack_adapter(
+    adapter: str,
+    forms: Mapping[int, NormalForm],
+    shift: Mapping[int, torch.Tensor],
+    sites: Sequence[str],
+    dtype: torch.dtype,
+) -> PackedAdapter:
+    """Packs an adapter; every value is rounded from fp32 to ``dtype`` once.
+
+    ``adapter``: its name, for messages. ``forms``: by site number, sharded, with no deferred slot left. ``shift``: by
+    site number, the output shift ``(out,)`` that the caller made from the bias of the form and of the base layer.
+    ``sites``: the names of all sites. A tensor that several sites share is stored once.
+
+    Raises ``ValueError`` for a slot that is still deferred, a part of the wrong shape, and a value that is not finite
+    in ``dtype``.
+    """
+    unknown = shift.keys() - forms.keys()
+    if unknown:
+        raise ValueError(f"adapter {adapter}: output shift for {sites[min(unknown)]}, which it does not adapt")
+    packer = _Packer(dtype)
+    rows = [list(_ABSENT) for _ in sites]
+    bases: dict[str, int] = {}
+
+    for site, form in forms.items():
+        where = f"adapter {adapter}, {sites[site]}"
+        row = rows[site]
+        if form.deferred is not None:
+            raise ValueError(f"{where}: a slot still waits for the base weight; resolve it before packing")
+        if form.pair is not None:
+            row[table.A] = packer.add(f"{where}, a", form.pair.a, (form.pair.rank, form.in_features))
+            row[table.B] = packer.add(f"{where}, b", form.pair.b, (form.pair.rank, form.out_features))
+            row[table.RANK] = form.pair.rank
+        if form.scale_delta is not None:
+            row[table.SCALE] = packer.add(f"{where}, scale", form.scale_delta, (form.out_features,))
+        if form.rotation is not None:
+            delta, k = form.rotation.delta, form.rotation.block
+            every_position = delta.shape[0] == 1
+            blocks = 1 if every_position else form.in_features // k
+            if form.in_features % k:
+                raise ValueError(f"{where}, rotation: blocks of {k} do not divide {form.in_features} input features")
+            row[table.ROTATION] = packer.add(f"{where}, rotation", delta, (blocks, k, k))
+            row[table.BLOCK] = k
+            row[table.BLOCK_STRIDE] = 0 if every_position else k * k
+        if form.shared is not None:
+            row[table.BASIS] = bases.setdefault(form.shared.basis, len(bases))
+            row[table.D] = packer.add(f"{where}, d", form.shared.d, (form.shared.d.numel(),))
+            row[table.E] = packer.add(f"{where}, e", form.shared.e, (form.out_features,))
+        if site in shift:
+            row[table.BIAS] = packer.add(f"{where}, output shift", shift[site], (form.out_features,))
+
+    return PackedAdapter(packer.block(), torch.tensor(rows), tuple(bases))
+
+
+def pack_basis(key: str, basis: Basis, dtype: torch.dtype) -> PackedBasis:
+    """Packs a shared basis. Raises ``ValueError`` as ``pack_adapter`` does; ``key`` is for messages."""
+    packer = _Packer(dtype)
+    rank, in_max = basis.a.shape
+    out_max = basis.b.shape[-1]
+    row = torch.zeros(table.BASIS_FIELDS, dtype=torch.int64)
+    row[table.BASIS_A] = packer.add(f"shared basis {key}, a", basis.a, (rank, in_max))
+    row[table.BASIS_A_STRIDE] = in_max
+    row[table.BASIS_B] = packer.add(f"shared basis {key}, b", basis.b, (rank, out_max))
+    row[table.BASIS_B_STRIDE] = out_max
+    row[table.BASIS_RANK] = rank
+    return PackedBasis(packer.block(), row)
+
+
+def _rebase(rows: torch.Tensor, fields: list[int], offset: int) -> torch.Tensor:
+    """A copy with ``offset`` added to every offset that is not absent. ``rows``: ``(..., fields)`` int64."""
+    rows = rows.clone()
+    offsets = rows[..., fields]
+    rows[..., fields] = torch.where(offsets < 0, offsets, offsets + offset)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    source: torch.Tensor
+    offset: int  # elements
+
+
+class _Packer:
+    """Lays parts one after the other, then copies them into one block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        # Two sites of a fused projection may hold the same tensor, or slice it alike. The parts keep their sources
+        # alive, so an address cannot come to mean another tensor.
+        self._parts: dict[tuple[int, torch.Size, tuple[int, ...]], _Part] = {}
+        self._end = 0
+
+    def add(self, name: str, source: torch.Tensor, shape: tuple[int, ...]) -> int:
+        """The offset of the part, in elements; -1 for a part without elements (a pair of rank 0)."""
+        if source.shape != shape:
+            raise ValueError(f"{name}: shape {tuple(source.shape)}, expected {shape}")
+        if source.numel() == 0:
+            return -1
+        identity = (source.data_ptr(), source.shape, source.stride())
+        if identity not in self._parts:
+            alignment = PART_ALIGNMENT // self._dtype.itemsize
+            offset = -(-self._end // alignment) * alignment
+            self._parts[identity] = _Part(name, source, offset)
+            self._end = offset + source.numel()
+        return self._parts[identity].offset
+
+    def block(self) -> torch.Tensor:
+        block = torch.zeros(self._end, dtype=self._dtype, pin_memory=torch.cuda.is_available())
+        for part in self._parts.values():
+            packed = block[part.offset : part.offset + part.source.numel()]
+            packed.copy_(part.source.reshape(-1))
+            if not packed.isfinite().all():
+                self._refuse(part)
+        return block
+
+    def _refuse(self, part: _Part) -> None:
+        largest = part.source.abs().max().item()  # NaN if there is any
+        if math.isfinite(largest):
+            raise ValueError(
+                f"{part.name}: {largest:.6g} overflows {self._dtype}; serve the model with --dtype bfloat16 or float32"
+            )
+        raise ValueError(f"{part.name}: holds NaN or infinity; the checkpoint is damaged, train or download it again")
