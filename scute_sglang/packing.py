@@ -100,7 +100,8 @@ def pack_adapter(
         if site in shift:
             row[table.BIAS] = packer.add(f"{where}, output shift", shift[site], (form.out_features,))
 
-    return PackedAdapter(packer.block(), torch.tensor(rows), tuple(bases))
+    table_rows = torch.tensor(rows, dtype=torch.int64).reshape(len(sites), table.FIELDS)
+    return PackedAdapter(packer.block(), table_rows, tuple(bases))
 
 
 def pack_basis(key: str, basis: Basis, dtype: torch.dtype) -> PackedBasis:
