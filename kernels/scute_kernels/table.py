@@ -8,7 +8,12 @@ absent, which is the identity.
 ``bases`` is ``(capacity, BASIS_FIELDS)`` int64, one row per shared basis. ``origins`` is ``(sites, 2)`` int64: the
 first input and the first output feature of the site within the full Hugging Face projection (nonzero under tensor
 parallel, or for a slice of a projection that Hugging Face itself fuses); a shared basis is read from there.
+
+Every offset in ``table`` lies on 16 bytes (the arena itself does too): the kernels read 16 bytes at a time. Features of
+a shared basis may begin and its rows may follow one another anywhere; reading it is fast where they too lie on 16 bytes.
 """
+
+import torch
 
 A = 0  # own pair: offset of a (r, in)
 B = 1  # own pair: offset of b (r, out)
@@ -24,8 +29,21 @@ E = 10  # offset of e, (out,)
 FIELDS = 12  # padded, so that a row of the table stays aligned
 
 BASIS_A = 0  # offset of the shared a (r, in_max)
-BASIS_A_STRIDE = 1  # in_max
+BASIS_A_STRIDE = 1  # in_max: elements from one row of a to the next
 BASIS_B = 2  # offset of the shared b (r, out_max)
 BASIS_B_STRIDE = 3  # out_max
 BASIS_RANK = 4  # r
 BASIS_FIELDS = 8
+
+
+def part(arena: torch.Tensor, offset: int, *shape: int) -> torch.Tensor:
+    """The part of ``shape`` at ``offset`` of the arena, a view."""
+    size = 1
+    for width in shape:
+        size *= width
+    return arena[offset : offset + size].view(shape)
+
+
+def basis_part(arena: torch.Tensor, offset: int, stride: int, rank: int, origin: int, width: int) -> torch.Tensor:
+    """Features ``[origin, origin + width)`` of a shared matrix, ``(rank, width)``, a view of the arena."""
+    return arena.as_strided((rank, width), (stride, 1), arena.storage_offset() + offset + origin)
