@@ -113,7 +113,11 @@ class Bias:
 
 @dataclass(frozen=True)
 class NormalForm:
-    """One adapted projection. ``in_features``/``out_features``: of the Hugging Face layer (or of the shard)."""
+    """One adapted projection. ``in_features``/``out_features``: of the Hugging Face layer (or of the shard), 0 where no
+    tensor of the adapter has that length ((IA)3 knows one of the two, VeRA only ``out``).
+
+    For an embedding ``in`` is the vocabulary, and the weight that ``deferred`` measures is ``(dim, vocab)``.
+    """
 
     in_features: int
     out_features: int
@@ -130,7 +134,11 @@ class Adapter:
     """A loaded adapter: normal forms by Hugging Face module path (``model.layers.0.self_attn.q_proj``).
 
     ``method``: the name shown to people (``"DoRA"``). ``digest``: hex digest of what is served (forms and bases), the
-    identity of the adapter whatever its name or path. ``notes``: one-line warnings for the user.
+    identity of the adapter whatever its name or path. ``parameters``: how many numbers were trained. ``notes``:
+    one-line warnings for the user. ``payloads``: full weights by module path (``lm_head``, ``model.embed_tokens``), as
+    stored and possibly still memory-mapped. PEFT saves them beside an adapted embedding or after a change of the
+    vocabulary. They are no part of the forms: whoever serves the adapter compares them with the base weights and
+    refuses it if they differ.
     """
 
     method: str
@@ -139,3 +147,4 @@ class Adapter:
     digest: str
     parameters: int
     notes: tuple[str, ...] = ()
+    payloads: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,80 @@
+"""``adapter_config.json`` as a typed record: every field is understood, known to be irrelevant, or refused."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from scute_converter.errors import AdapterError
+
+# Fields of PEFT's PeftConfig that say where the adapter comes from and how it was trained.
+_IRRELEVANT = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "revision", "task_type"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """The fields that all methods share; a method adds the fields that its formula reads.
+
+    ``irrelevant``: fields that do not change inference. ``refused``: fields that do, and are not served, with the
+    reason; they are accepted when null, false or empty.
+    """
+
+    irrelevant: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    peft_type: str
+    peft_version: str | None = None
+    bias: str = "none"
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    ensure_weight_tying: bool = False
+
+
+Config = TypeVar("Config", bound=MethodConfig)
+
+
+def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
+    """Read the fields of ``record`` from ``raw``; AdapterError names the field that is wrong, missing or unknown."""
+    hints = typing.get_type_hints(record)
+    irrelevant = record.irrelevant | _IRRELEVANT
+    known = {field.name: field for field in fields(record)}
+    values = {}
+    for name, value in raw.items():
+        where = f"field {name} of adapter_config.json"
+        if name in known:
+            if not _has_type(value, hints[name]):
+                problem = f"{value!r} is not of type {known[name].type}"
+                raise AdapterError(adapter, where, problem, "save the adapter again with PEFT")
+            values[name] = value
+        elif name in record.refused and value:
+            raise AdapterError(adapter, where, record.refused[name], "train the adapter without it")
+        elif value and name not in irrelevant:
+            problem = f"{value!r} is not understood, and it may change what the adapter computes"
+            raise AdapterError(adapter, where, problem, "remove the field if it does not matter")
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            problem = "is missing, and it changes what the adapter computes"
+            raise AdapterError(adapter, f"field {name} of adapter_config.json", problem, "add it")
+    return record(**values)
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of an annotated type; an integer is a float, a boolean is neither."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, argument) for argument in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is hint

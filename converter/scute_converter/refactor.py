@@ -1,0 +1,33 @@
+"""Low-rank pairs whose terms cancel, rewritten so that rounding them to the serving type rounds the adapter's effect."""
+
+from __future__ import annotations
+
+import torch
+
+from scute_converter.normal_form import Pair
+
+# A sum of unrelated rank-1 terms is about as long as its terms together, so that their ratio is near 1. Below this
+# ratio the terms cancel each other, as in a PiSSA adapter that PEFT converted: [B, -B0] [A; A0].
+CANCELLATION = 0.25
+
+
+def balanced(pair: Pair) -> Pair:
+    """The same product from balanced factors if the rank-1 terms of the pair cancel, else the pair itself.
+
+    QR of both factors and an SVD of the core in fp64; terms that are zero within fp64 are dropped.
+    """
+    a, b = pair.a.double(), pair.b.double()
+    gram_a, gram_b = a @ a.T, b @ b.T
+    terms = (gram_a.diagonal() * gram_b.diagonal()).sum().sqrt()  # root of the summed squared norms of the terms
+    product = (gram_a * gram_b).sum().clamp(min=0).sqrt()  # Frobenius norm of B A
+    if product >= CANCELLATION * terms:
+        return pair
+    basis_a, core_a = torch.linalg.qr(a.T)
+    basis_b, core_b = torch.linalg.qr(b.T)
+    u, sigma, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
+    rank = max(1, int((sigma > 1e-14 * terms).sum()))
+    root = sigma[:rank].sqrt()
+    return Pair(
+        a=(root[:, None] * (v[:rank] @ basis_a.T)).float().contiguous(),
+        b=(root[:, None] * (u[:, :rank].T @ basis_b.T)).float().contiguous(),
+    )

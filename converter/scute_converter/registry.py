@@ -1,0 +1,54 @@
+"""The registry of methods: PEFT's ``peft_type`` to the function that converts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from scute_converter.base import Base
+from scute_converter.checkpoint import Checkpoint
+from scute_converter.config import MethodConfig
+from scute_converter.normal_form import Basis, NormalForm
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a method makes of a checkpoint. ``method``: the name shown to people. The rest is as in ``Adapter``."""
+
+    method: str
+    forms: dict[str, NormalForm]
+    bases: dict[str, Basis] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Method:
+    """``prefix``: how the names of the method's parameters begin (PEFT's ``BaseTuner.prefix``)."""
+
+    prefix: str
+    config: type[MethodConfig]
+    convert: Callable[[Checkpoint, Any, Base], Conversion]
+
+
+METHODS: dict[str, Method] = {}
+
+# PEFT types that are not a map of single linear layers, or not one that is served.
+UNSERVED = {
+    **dict.fromkeys(
+        ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE"),
+        "adds virtual tokens or a key-value prefix, and no change of linear layers",
+    ),
+    "ADAPTION_PROMPT": "adds an attention branch, and no change of linear layers",
+    "XLORA": "mixes adapters by a second forward pass",
+}
+
+
+def register(peft_type: str, prefix: str, config: type[MethodConfig]) -> Callable[[Any], Any]:
+    """Register ``convert(checkpoint, config, base) -> Conversion`` for a ``peft_type``."""
+
+    def decorate(convert: Callable[[Checkpoint, Any, Base], Conversion]) -> Any:
+        METHODS[peft_type] = Method(prefix, config, convert)
+        return convert
+
+    return decorate

@@ -1,0 +1,45 @@
+"""Which modules a config selects: PEFT's ``check_target_module_exists``."""
+
+from __future__ import annotations
+
+import re
+
+from scute_converter.config import MethodConfig
+
+
+def selects(config: MethodConfig, module: str) -> bool:
+    """Whether PEFT would adapt ``module`` (its Hugging Face path). Raises ``re.error`` for a broken pattern.
+
+    A missing ``target_modules`` and ``"all-linear"`` select everything but the output head: PEFT replaces both by
+    names when it saves.
+    """
+    if config.exclude_modules and _matches(config.exclude_modules, module):
+        return False
+    if config.target_modules in (None, "all-linear"):
+        return module.rpartition(".")[2] != "lm_head"
+    if not _matches(config.target_modules, module):
+        return False
+    layers = config.layers_to_transform
+    if isinstance(config.target_modules, str) or module in config.target_modules or layers in (None, []):
+        return True
+    layer = _layer(config, module)
+    return layer == layers if isinstance(layers, int) else layer in layers
+
+
+def _matches(names: list[str] | str, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith("." + name) for name in names)
+
+
+def _layer(config: MethodConfig, module: str) -> int | None:
+    """The index of the layer that holds ``module``: the first number in its path, or the one after the pattern."""
+    if not config.layers_pattern:
+        patterns = [r".*?\.[^.]*"]
+    else:
+        names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
+        patterns = [rf"(?:^|.*?\.){name}" for name in names]
+    for pattern in patterns:
+        if match := re.match(rf"{pattern}\.(?P<layer>\d+)\.", module):
+            return int(match["layer"])
+    return None
