@@ -1,11 +1,103 @@
-"""Launch parameters of every kernel, in one place."""
+"""Launch parameters of every kernel, in one place.
+
+A phase is known by its tile: 16 rows is decode, where the bytes of the adapters bound the work and most of a tile is
+empty; more is prefill, where a row of ``a`` or ``b`` serves a whole tile. The blocks of fp32 are smaller: its elements
+are twice as large, and its products do not run on tensor cores.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from scute_kernels.plan import tile_rows
+
+DECODE_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Rotate:
+    block_in: int
+    block_out: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Shrink:
+    block_rank: int
+    rank_programs: int  # programs that share the blocks of ranks between them
+    block_in: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Lookup:
+    rows: int
+    block_rank: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Expand:
+    block_rank: int
+    block_out: int
+    num_warps: int
+    num_stages: int
+
+
+def rotate(rows: int, dtype: torch.dtype) -> Rotate:
+    if dtype == torch.float32:
+        return Rotate(block_in=32, block_out=32, num_warps=4, num_stages=2)
+    if rows == DECODE_ROWS:
+        return Rotate(block_in=32, block_out=64, num_warps=2, num_stages=3)
+    return Rotate(block_in=32, block_out=64, num_warps=4, num_stages=3)
+
+
+def shrink(rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
+    """``max_rank``: R of the scratch."""
+    decode = rows == DECODE_ROWS
+    block_rank = _block(max_rank, 32 if decode else 64)
+    rank_programs = min(-(-max_rank // block_rank), 8)
+    if dtype == torch.float32:
+        return Shrink(min(block_rank, 32), rank_programs, block_in=64, num_warps=4, num_stages=2)
+    if decode:
+        return Shrink(block_rank, rank_programs, block_in=256, num_warps=4, num_stages=3)
+    return Shrink(block_rank, rank_programs, block_in=64, num_warps=4, num_stages=4)
 
 
 def shrink_split(rows: int, in_features: int, n_slices: int, max_rank: int) -> int:
     """SPLIT of ``shrink``: into how many partial planes the features are split. Depends on shapes only.
 
-    ``max_rank``: R of the scratch.
+    Enough for a few programs on every multiprocessor, if every row has a tile of its own; each at least one block of
+    features. ``max_rank``: R of the scratch.
     """
-    return 1
+    parameters = shrink(tile_rows(rows), torch.bfloat16, max_rank)
+    wanted = 1024 // (min(rows, 64) * n_slices * parameters.rank_programs)
+    split = 1
+    while split * 2 <= min(wanted, 16) and split * 2 * parameters.block_in <= in_features:
+        split *= 2
+    return split
+
+
+def lookup(max_rank: int) -> Lookup:
+    return Lookup(rows=16, block_rank=_block(max_rank, 64), num_warps=4)
+
+
+def expand(rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
+    """``max_rank``: R of the scratch."""
+    if dtype == torch.float32:
+        return Expand(_block(max_rank, 32), block_out=64, num_warps=4, num_stages=2)
+    if rows == DECODE_ROWS:
+        return Expand(_block(max_rank, 64), block_out=128, num_warps=4, num_stages=3)
+    return Expand(_block(max_rank, 64), block_out=128, num_warps=8, num_stages=3)
+
+
+def _block(rank: int, most: int) -> int:
+    """The block of ranks: no larger than needed, at least the 16 that a tensor core multiplies."""
+    block = 16
+    while block < min(rank, most):
+        block *= 2
+    return block

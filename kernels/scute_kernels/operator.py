@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-PLAN_AND_MEMORY = "Tensor row_slot, Tensor order, Tensor tiles, int tile_rows, Tensor arena, Tensor table, Tensor bases, Tensor origins"
+PLAN_AND_MEMORY = (
+    "Tensor row_slot, Tensor order, Tensor tiles, int tile_rows, "
+    "Tensor arena, Tensor table, Tensor bases, Tensor origins"
+)
 
 
 def register(

@@ -9,8 +9,8 @@ absent, which is the identity.
 first input and the first output feature of the site within the full Hugging Face projection (nonzero under tensor
 parallel, or for a slice of a projection that Hugging Face itself fuses); a shared basis is read from there.
 
-Every offset in ``table`` lies on 16 bytes (the arena itself does too): the kernels read 16 bytes at a time. Features of
-a shared basis may begin and its rows may follow one another anywhere; reading it is fast where they too lie on 16 bytes.
+Every offset in ``table`` lies on 16 bytes (the arena itself does too): the kernels read 16 bytes at a time. A shared
+basis may begin anywhere and its rows may be of any length; where both lie on 16 bytes, reading is faster.
 """
 
 import torch
