@@ -191,7 +191,7 @@ TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("staging_units", [1, 2, 100])
+@pytest.mark.parametrize("staging_units", [1, 5, 100])
 @pytest.mark.parametrize("gap_units", [1, 3, 40])
 @pytest.mark.parametrize(
     "device",

@@ -44,17 +44,24 @@ def cases(draw: st.DrawFn) -> Case:
 
     case = Case()
     fused_a = normal(5, 24)  # one a of a fused projection, whose slices keep their own b
+    square = normal(24, 24)
     fused_rotation = normal(3, 8, 8)
     for site in draw(st.lists(st.integers(0, len(NAMES) - 1), unique=True)):
         out = draw(st.integers(1, 40))
         pair = shared = rotation = scale = None
         inputs = 24
-        match draw(st.sampled_from(["none", "own", "fused", "slice", "empty"])):
+        match draw(st.sampled_from(["none", "own", "fused", "prefix", "slice", "square", "transposed", "empty"])):
             case "own":
                 rank = draw(st.integers(1, 9))
                 pair = Pair(normal(rank, inputs), normal(rank, out))
             case "fused":
                 pair = Pair(fused_a, normal(5, out))
+            case "prefix":  # the same address, fewer rows
+                pair = Pair(fused_a[:3], normal(3, out))
+            case "square":
+                pair = Pair(square, normal(24, out))
+            case "transposed":  # the same address and shape, another order
+                pair = Pair(square.T, normal(24, out))
             case "slice":  # not contiguous, and a new tensor object over the same memory every time
                 inputs = 16
                 pair = Pair(fused_a[:, 8:], normal(5, out))
@@ -77,8 +84,8 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
-def identity(part: torch.Tensor) -> tuple[int, torch.Size]:
-    return part.data_ptr(), part.shape
+def identity(part: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return part.data_ptr(), part.shape, part.stride()
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,7 +125,7 @@ def test_every_part_reads_back_through_the_table(case: Case, dtype: torch.dtype,
 @given(case=cases(), dtype=st.sampled_from(DTYPES))
 def test_parts_are_aligned_and_stored_once(case: Case, dtype: torch.dtype) -> None:
     packed = pack_adapter("ada", case.forms, case.shift, NAMES, dtype)
-    spans: dict[tuple[int, torch.Size], tuple[int, int]] = {}
+    spans: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[int, int]] = {}
     for site in case.forms:
         for name, part in case.parts(site).items():
             start = int(packed.rows[site, name])
