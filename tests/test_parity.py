@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
+import safetensors.torch
 import scute_converter
 import torch
+import transformers
 from scute_converter import reference
 from torch import nn
 
@@ -66,21 +67,21 @@ def redraw(model: nn.Module, config: peft.PeftConfig) -> None:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         elif any(prefix in name for prefix in ("lora_", "vera_")):
             parameter.copy_(0.5 * noise)
-        elif name.endswith(".bias") and (
-            config.bias == "all" if not name.endswith("base_layer.bias") else getattr(config, "bias", "none") != "none"
-        ):
-            parameter.copy_(noise)
+        elif name.endswith(".bias"):
+            bias = getattr(config, "bias", "none")
+            if bias == "all" or (bias != "none" and name.endswith("base_layer.bias")):
+                parameter.copy_(noise)
 
 
 @dataclass(frozen=True)
 class Case:
-    """``edit``: a change of the saved config. ``oracle``: a change of the PEFT model that this edit stands for."""
+    """``method`` and ``notes``: the name shown and the number of notes of the loaded adapter. ``dtype``: of the base
+    model, on which PEFT rounds the projections that it draws."""
 
     config: Callable[[], peft.PeftConfig]
     method: str
-    edit: dict[str, Any] = field(default_factory=dict)
     notes: int = 0
-    base_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32
 
 
 QV = ["q_proj", "v_proj"]
@@ -141,6 +142,7 @@ CASES = {
         "VeRA",
         notes=1,
     ),
+    "vera-drawn-bfloat16": Case(vera(save_projection=False), "VeRA", notes=1, dtype=torch.bfloat16),
     "vera-drawn-regex": Case(vera(save_projection=False, target_modules=r".*\.(v|o)_proj"), "VeRA", notes=1),
     "oft-cayley": Case(oft(use_cayley_neumann=False), "OFT"),
     **{f"oft-neumann-{n}": Case(oft(num_cayley_neumann_terms=n), "OFT") for n in (2, 3, 4, 5, 6, 8)},
@@ -154,32 +156,35 @@ CASES = {
 
 def save(case: Case, folder: Path) -> tuple[nn.Module, nn.Module]:
     """Write the adapter; returns the base model and PEFT's model."""
-    base = toy()
+    base = toy().to(case.dtype)
     config = case.config()
     model = peft.get_peft_model(copy.deepcopy(base), config).eval()
     redraw(model, config)
     model.save_pretrained(folder)
-    if case.edit:
-        file = folder / "adapter_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | case.edit))
-    return base, model.base_model.model
+    return base.float(), model.base_model.model.float()
 
 
 @torch.no_grad()
 def assert_parity(adapter: scute_converter.Adapter, base: nn.Module, model: nn.Module) -> None:
-    """Every linear layer of PEFT's model against the form (or no form) of the adapter."""
+    """Every linear layer and embedding of PEFT's model against the form (or no form) of the adapter."""
     generator = torch.Generator().manual_seed(2)
     adapted = 0
-    for path, linear in base.named_modules():
-        if not isinstance(linear, nn.Linear):
+    for path, layer in base.named_modules():
+        if isinstance(layer, nn.Linear):
+            x = inputs = torch.randn(5, layer.in_features, generator=generator)
+            weight, bias = layer.weight, layer.bias
+        elif isinstance(layer, nn.Embedding):
+            inputs = torch.randint(layer.num_embeddings, (5,), generator=generator)
+            x = nn.functional.one_hot(inputs, layer.num_embeddings).float()
+            weight, bias = layer.weight.T, None
+        else:
             continue
-        x = torch.randn(5, linear.in_features, generator=generator)
-        expected, plain = model.get_submodule(path)(x), linear(x)
+        expected, plain = model.get_submodule(path)(inputs), layer(inputs)
         if path not in adapter.forms:
             assert torch.equal(expected, plain), f"{path} is adapted by PEFT only"
             continue
         adapted += 1
-        actual = reference.apply(adapter.forms[path], adapter.bases, x, linear.weight, linear.bias)
+        actual = reference.apply(adapter.forms[path], adapter.bases, x, weight, bias)
         largest = expected.abs().max()
         assert (actual - expected).abs().max() < TOLERANCE * largest, path
         assert (plain - expected).abs().max() > EFFECT * largest, f"{path} is hardly adapted"
@@ -190,7 +195,146 @@ def assert_parity(adapter: scute_converter.Adapter, base: nn.Module, model: nn.M
 def test_parity(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     base, model = save(case, tmp_path)
-    adapter = scute_converter.load(tmp_path, base=shapes(base), base_dtype=case.base_dtype)
+    adapter = scute_converter.load(tmp_path, base=shapes(base), base_dtype=case.dtype)
     assert_parity(adapter, base, model)
     assert adapter.method == case.method
     assert len(adapter.notes) == case.notes
+
+
+def language_model(family: str, tied: bool = False) -> nn.Module:
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=93,
+        hidden_size=36,
+        intermediate_size=52,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model.eval()
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_trained_biases_of_qwen2(bias: str, dora: bool, tmp_path: Path) -> None:
+    """``all`` also retrains the biases of k_proj and v_proj, which have no adapter."""
+    base = language_model("qwen2")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], bias=bias, use_dora=dora, r=3)
+    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    redraw(model, config)
+    model.save_pretrained(tmp_path)
+    adapter = scute_converter.load(tmp_path)
+    assert_parity(adapter, base, model.base_model.model)
+    assert ("model.layers.1.self_attn.k_proj" in adapter.forms) == (bias == "all")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    "targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", "v_proj"]], ids="+".join
+)
+def test_embedding_and_head(targets: list[str], dora: bool, tied: bool, tmp_path: Path) -> None:
+    base = language_model("llama", tied)
+    config = peft.LoraConfig(target_modules=targets, use_dora=dora, r=5, use_rslora=True)
+    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    redraw(model, config)
+    model.save_pretrained(tmp_path)
+    adapter = scute_converter.load(tmp_path)
+    assert_parity(adapter, base, model.base_model.model)
+    for module, payload in adapter.payloads.items():
+        assert torch.equal(payload, base.get_submodule(module).weight)
+    assert {module.rpartition(".")[2] for module in adapter.payloads} >= {t for t in targets if t != "v_proj"}
+
+
+def test_tied_adapters_of_embedding_and_head(tmp_path: Path) -> None:
+    base = language_model("llama", tied=True)
+    config = peft.LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True, r=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    redraw(model, config)
+    model.save_pretrained(tmp_path)
+    adapter = scute_converter.load(tmp_path)
+    assert_parity(adapter, base, model.base_model.model)
+    assert set(adapter.forms) == {"model.embed_tokens", "lm_head"}
+
+
+@torch.no_grad()
+def test_converted_pissa(tmp_path: Path) -> None:
+    """PEFT doubles the rank when it converts; the terms cancel, so that bf16 factors of the file lose the adapter."""
+    base = toy()
+    config = peft.LoraConfig(target_modules=QV, r=3, rank_pattern={"v_proj": 5}, init_lora_weights="pissa")
+    model = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    config.init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    config.init_lora_weights = "pissa"
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "out", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+
+    stored = safetensors.torch.load_file(tmp_path / "out" / "adapter_model.safetensors")
+    adapter = scute_converter.load(tmp_path / "out")
+    for path, form in adapter.forms.items():
+        weight = base.get_submodule(path).weight
+        layer = model.base_model.model.get_submodule(path)
+        delta = layer.base_layer.weight + layer.get_delta_weight("default") - weight
+        key = f"base_model.model.{path}.lora_"
+        scale = config.lora_alpha / config.r if path.endswith("q_proj") else config.lora_alpha / 5
+        naive = scale * stored[key + "B.weight"].bfloat16().float() @ stored[key + "A.weight"].bfloat16().float()
+        ours = form.pair.b.bfloat16().float().T @ form.pair.a.bfloat16().float()
+        # Each factor is rounded to 2^-9 of itself; balanced factors carry that over to their product.
+        assert (ours - delta).norm() < 2 * 2**-9 * delta.norm()
+        assert (naive - delta).norm() > 10 * (ours - delta).norm()
+        assert form.pair.rank == stored[key + "A.weight"].shape[0]
+
+
+def series(q: torch.Tensor, weights: list[int]) -> torch.Tensor:
+    return torch.eye(len(q)) + sum(weight * torch.linalg.matrix_power(q, i + 1) for i, weight in enumerate(weights))
+
+
+def test_oft_before_0_18() -> None:
+    """Without peft_version the series is that of PEFT 0.16 and 0.17: every power has the weight 2."""
+    base = toy().layers[0].q_proj
+    vector = 0.3 * torch.randn(1, 15, generator=torch.Generator().manual_seed(3))
+    config = {"peft_type": "OFT", "use_cayley_neumann": True, "block_share": True, "target_modules": ["q_proj"]}
+    q = torch.zeros(6, 6)
+    q[tuple(torch.triu_indices(6, 6, 1))] = vector[0]
+    q = q - q.T
+    for terms, weights in {1: [], 2: [2], 3: [2, 2], 5: [2, 2, 2, 2]}.items():
+        adapter = scute_converter.load_tensors(
+            {"base_model.model.q_proj.oft_R.weight": vector}, config | {"num_cayley_neumann_terms": terms}, "old"
+        )
+        x = torch.randn(4, 30)
+        expected = base(x @ torch.block_diag(*5 * [series(q, weights)]))
+        actual = reference.apply(adapter.forms["q_proj"], {}, x, base.weight, base.bias)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+        assert len(adapter.notes) == (1 if terms > 1 else 2)  # one term is the identity, and said to be
+        newer = scute_converter.load_tensors(
+            {"base_model.model.q_proj.oft_R.weight": vector},
+            config | {"num_cayley_neumann_terms": terms, "peft_version": "0.18.0"},
+            "new",
+        )
+        assert (newer.digest == adapter.digest) == (terms < 3)
+
+
+def test_oft_of_0_14() -> None:
+    """``oft_r`` rotates the input and ``oft_s`` scales the product, not the bias (PEFT 0.14 and 0.15)."""
+    base = toy().layers[0].q_proj
+    generator = torch.Generator().manual_seed(3)
+    parameter, scale = torch.randn(5, 6, 6, generator=generator), torch.randn(42, 1, generator=generator)
+    adapter = scute_converter.load_tensors(
+        {"base_model.model.q_proj.oft_r": parameter, "base_model.model.q_proj.oft_s": scale},
+        {"peft_type": "OFT", "oft_block_size": 6, "r": 0, "target_modules": ["q_proj"]},
+        "old",
+    )
+    skew = (parameter - parameter.transpose(1, 2)) / 2
+    rotation = torch.block_diag(*[(torch.eye(6) - k) @ torch.linalg.inv(torch.eye(6) + k) for k in skew])
+    x = torch.randn(4, 30, generator=generator)
+    expected = x @ (rotation @ base.weight.T) * scale.T + base.bias
+    actual = reference.apply(adapter.forms["q_proj"], {}, x, base.weight, base.bias)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
