@@ -1,0 +1,271 @@
+"""Exactness on a GPU: adapters of every method and the base in one batch, CUDA graphs on, against PEFT in fp32.
+
+    PYTHONPATH=tests python benchmarks/exactness.py --out benchmarks/results/h200
+
+Writes a random base model of Llama-3.1-8B's shapes (fp16, 16 GB; ``--layers`` for less) and eleven adapters made by
+PEFT itself into ``--work``, starts the real server once per attention backend, and compares log-probabilities of
+prompt and generated tokens with PEFT's unmerged forward in fp32 on the same GPU. Passes if for every adapter the mean
+error is at most 1.5 % of the adapter's own effect, and the largest error at most twice that of the plain LoRAs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from adapters import ALL, Recipe, _ia3, _lora, _oft, _vera, redraw
+from models import write_tokenizer
+from peft import PeftModel, get_peft_model
+from serving import Server, serve
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+MEAN_SHARE = 0.015  # of the adapter's effect
+LARGEST = 2.0  # times the largest error of a plain LoRA: two draws of the same rounding
+
+RECIPES: dict[str, Recipe] = {
+    "lora_r16": Recipe(_lora(r=16, lora_alpha=16), 1),
+    "lora_r64_rs": Recipe(_lora(r=64, use_rslora=True, lora_alpha=8), 2),
+    "lora_r5": Recipe(_lora(r=5, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"]), 3),
+    "dora_r16": Recipe(_lora(r=16, lora_alpha=16, use_dora=True), 4),
+    "dora_r8": Recipe(_lora(r=8, lora_alpha=8, use_dora=True, target_modules=["k_proj", "o_proj", "up_proj"]), 5),
+    "ia3": Recipe(_ia3(), 6),
+    "ia3_all": Recipe(_ia3(target_modules=ALL, feedforward_modules=["down_proj"]), 7),
+    "vera_r256": Recipe(_vera(r=256), 8),
+    "vera_r256_b": Recipe(_vera(r=256), 9),
+    "oft_32": Recipe(_oft(oft_block_size=32, target_modules=ALL), 10),
+    "oft_64_cayley": Recipe(
+        _oft(oft_block_size=64, use_cayley_neumann=False, target_modules=["q_proj", "v_proj", "down_proj"]), 11
+    ),
+}
+# Loaded only later, so that slots change their method.
+LATER = {
+    "dora_late": Recipe(_lora(r=24, lora_alpha=24, use_dora=True), 12),
+    "oft_late": Recipe(_oft(oft_block_size=32, target_modules=["o_proj", "gate_proj"]), 13),
+    "vera_late": Recipe(_vera(r=256, target_modules=["q_proj", "v_proj"], projection_prng_key=3), 14),
+}
+
+
+@torch.no_grad()
+def write_base(path: Path, layers: int) -> None:
+    """A random model with unit-gain layers and clearly peaked predictions, made on the GPU."""
+    tokenizer = write_tokenizer(path)
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float16",
+    )
+    torch.set_default_dtype(torch.float16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.normal_(1, 0.1, generator=generator)
+        elif "embed_tokens" in name:
+            parameter.normal_(0, 1, generator=generator)
+        else:
+            gain = 3.0 if "lm_head" in name else 1.0
+            parameter.normal_(0, gain / parameter.shape[1] ** 0.5, generator=generator)
+    model.save_pretrained(str(path))
+
+
+def write_adapters(base: torch.nn.Module, folder: Path) -> None:
+    for name, recipe in {**RECIPES, **LATER}.items():
+        model = get_peft_model(base, recipe.config())
+        model.float()
+        generator = torch.Generator().manual_seed(recipe.seed)
+        redraw_on_host(model, generator)
+        model.save_pretrained(str(folder / name))
+        base = model.unload()
+
+
+def redraw_on_host(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """``redraw`` draws on the CPU; move each trained parameter there and back."""
+    devices = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            devices[name] = parameter.device
+            parameter.data = parameter.data.cpu()
+    redraw(model, generator)
+    for name, parameter in model.named_parameters():
+        if name in devices:
+            parameter.data = parameter.data.to(devices[name])
+
+
+class Reference:
+    """PEFT's unmerged forward in fp32 on the GPU, one adapter at a time over one base."""
+
+    def __init__(self, base: Path, adapters: Path) -> None:
+        self.adapters = adapters
+        self.model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32, device_map="cuda").eval()
+
+    @torch.no_grad()
+    def log_probabilities(self, adapter: str | None, sequences: list[list[int]]) -> list[torch.Tensor]:
+        model = self.model
+        if adapter is not None:
+            model = PeftModel.from_pretrained(self.model, str(self.adapters / adapter)).eval()
+        found = []
+        for tokens in sequences:
+            logits = model(input_ids=torch.tensor([tokens], device="cuda")).logits[0, :-1].double()
+            chosen = torch.tensor(tokens[1:], device="cuda")
+            found.append(logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].cpu())
+        if adapter is not None:
+            self.model = model.unload()
+        return found
+
+
+def prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(10, 128000) for _ in range(draw.randrange(20, longest))] for _ in range(count)]
+
+
+def scenario(server: Server, names: list[str | None], new_tokens: int, seed: int) -> list[tuple[str | None, object]]:
+    """Requests sent together; returns (adapter, answer)."""
+    return list(zip(names, server.generate(prompts(len(names), seed), names, new_tokens), strict=True))
+
+
+def run_server(base: Path, adapters: Path, attention: str, log: Path) -> dict[str, list]:
+    arguments = [
+        *("--dtype", "float16", "--attention-backend", attention, "--sampling-backend", "pytorch"),
+        *("--mem-fraction-static", "0.35", "--cuda-graph-max-bs-decode", "32", "--max-running-requests", "64"),
+        *("--max-loras-per-batch", "12", "--scute-adapter-memory", "8GiB"),
+    ]
+    everything: list[str | None] = [None, *RECIPES]
+    started = time.monotonic()
+    with serve(base, log, *arguments, adapters={name: adapters / name for name in RECIPES}) as server:
+        print(f"{attention}: server ready after {time.monotonic() - started:.0f} s", flush=True)
+        found = {
+            "one mixed batch": scenario(server, everything, 16, seed=1),
+            "after 300 decode steps": scenario(server, everything, 300, seed=2),
+            "two adapters": scenario(server, ["dora_r16", "lora_r16"], 8, seed=3),
+            "one adapter": scenario(server, ["vera_r256"], 8, seed=4),
+            "no rotation": scenario(server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5),
+            "more requests than slots": scenario(server, [*everything, *everything, None, None], 8, seed=6),
+        }
+        for name in LATER:  # one slot is free: the others are taken from older adapters
+            server.load(name, adapters / name).raise_for_status()
+        found["slots with another method"] = scenario(server, [*LATER, "lora_r16", None, "oft_32"], 16, seed=7)
+        found["brought back"] = scenario(server, everything, 16, seed=8)
+        for name in LATER:
+            server.unload(name).raise_for_status()
+    return found
+
+
+def judge(found: dict[str, list], reference: Reference) -> list[dict]:
+    """A row per scenario and adapter: mean and largest error, and the adapter's mean effect."""
+    rows = []
+    for name in [None, *RECIPES, *LATER]:
+        mine = {key: [answer for owner, answer in pairs if owner == name] for key, pairs in found.items()}
+        sequences = [answer.tokens for answers in mine.values() for answer in answers]
+        if not sequences:
+            continue
+        expected, plain = reference.log_probabilities(name, sequences), reference.log_probabilities(None, sequences)
+        place = 0
+        for key, answers in mine.items():
+            if not answers:
+                continue
+            these = range(place, place + len(answers))
+            place += len(answers)
+            errors = torch.cat([(a.log_probabilities - expected[i]).abs() for i, a in zip(these, answers, strict=True)])
+            effects = torch.cat([(expected[i] - plain[i]).abs() for i in these])
+            rows.append(
+                {
+                    "scenario": key,
+                    "adapter": name or "base",
+                    "tokens": errors.numel(),
+                    "mean error": errors.mean().item(),
+                    "largest error": errors.max().item(),
+                    "mean effect": effects.mean().item(),
+                    "share": errors.mean().item() / effects.mean().item() if name else None,
+                }
+            )
+    return rows
+
+
+def failures(rows: list[dict]) -> list[str]:
+    plain = max(row["largest error"] for row in rows if row["adapter"].startswith("lora"))
+    found = []
+    for row in rows:
+        where = f"{row['attention']}, {row['scenario']}, {row['adapter']}"
+        if row["share"] is not None and row["share"] > MEAN_SHARE:
+            found.append(f"{where}: mean error is {row['share']:.2%} of the effect")
+        if row["largest error"] > LARGEST * plain:
+            found.append(f"{where}: largest error {row['largest error']:.3g}, plain LoRA's is {plain:.3g}")
+    return found
+
+
+def report(rows: list[dict], problems: list[str], args: argparse.Namespace) -> str:
+    commit = args.commit or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("sglang", "torch", "triton", "peft", "transformers"))
+    lines = [
+        "# Exactness on the GPU",
+        "",
+        f"{time.strftime('%Y-%m-%d')}, {torch.cuda.get_device_name()}, commit {commit}, {versions}.",
+        f"Llama-3.1-8B shapes, {args.layers} layers, fp16, CUDA graphs on. Errors of log-probabilities against PEFT's",
+        "unmerged forward in fp32; share: mean error over the adapter's mean effect. Made by `benchmarks/exactness.py`.",
+        "",
+        f"Result: {'passed' if not problems else 'failed'}.",
+        *(f"- {problem}" for problem in problems),
+        "",
+        "| attention | scenario | adapter | tokens | mean error | largest error | mean effect | share |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        share = "" if row["share"] is None else f"{row['share']:.2%}"
+        lines.append(
+            f"| {row['attention']} | {row['scenario']} | {row['adapter']} | {row['tokens']} | {row['mean error']:.2e} | "
+            f"{row['largest error']:.2e} | {row['mean effect']:.3f} | {share} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm/scute"), help="folder for model and adapters")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the report")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--attention", nargs="+", default=["triton", "flashinfer"], help="attention backends")
+    parser.add_argument("--commit", help="shown in the report; asked from git if not given")
+    args = parser.parse_args()
+    base, adapters = args.work / "base", args.work / "adapters"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not (base / "config.json").exists():
+        base.mkdir(parents=True, exist_ok=True)
+        write_base(base, args.layers)
+    if not adapters.exists():
+        model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float16, device_map="cuda")
+        write_adapters(model, adapters)
+        del model
+        torch.cuda.empty_cache()
+    print("model and adapters written", flush=True)
+    found = {name: run_server(base, adapters, name, args.out / f"server-{name}.log") for name in args.attention}
+    reference = Reference(base, adapters)
+    rows = [{"attention": name, **row} for name, answers in found.items() for row in judge(answers, reference)]
+    problems = failures(rows)
+    (args.out / "exactness.md").write_text(report(rows, problems, args))
+    (args.out / "exactness.json").write_text(json.dumps(rows, indent=1))
+    print(report(rows, problems, args))
+    raise SystemExit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

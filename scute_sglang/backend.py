@@ -1,0 +1,288 @@
+"""The LoRA backend ``scute``: runs the operators beside the base layers, and owns the plan they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from scute_kernels.expand import expand
+from scute_kernels.launch import shrink_split
+from scute_kernels.lookup import lookup
+from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan
+from scute_kernels.rotate import rotate
+from scute_kernels.shrink import shrink
+from sglang.srt.environ import envs
+from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+from sglang.srt.lora.dense.plan import DenseLoraKind
+from sglang.srt.lora.utils import build_lm_head_pass_segments, get_batch_token_counts, get_lm_head_pruned_lens
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora_variant, get_is_capture_mode
+
+if TYPE_CHECKING:
+    from scute_sglang.layers import ScuteLayer
+    from scute_sglang.memory_pool import ScuteMemoryPool
+    from scute_sglang.sites import SiteMap
+
+ROTATE_VARIANT = "rotate"  # label of the decode graph for batches in which an adapter transforms inputs
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the adapters of a batch need at each wrapped layer, by ``module_index``."""
+
+    touched: frozenset[int]
+    low_rank: frozenset[int]
+    rotated: frozenset[int]
+
+
+NOTHING = Needs(frozenset(), frozenset(), frozenset())
+
+
+@dataclass
+class Batch:
+    """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
+
+    ``max_rank``: the rank stride of the scratch. ``has_active_lora``, ``is_prefill``: SGLang reads and sets them.
+    """
+
+    plan: BatchPlan
+    needs: Needs
+    max_rank: int
+    use_cuda_graph: bool
+    has_active_lora: bool
+    is_prefill: bool
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """The rows that reach the output head of an extend batch: SGLang prunes them before the head."""
+
+    plan: BatchPlan
+    expected_tokens: int
+    use_cuda_graph: bool = False
+
+
+class ScuteLoRABackend(BaseLoRABackend):
+    """Stands behind SGLang's ``forward_with_base``, through which every wrapper layer runs its adapters."""
+
+    name = "scute"
+    supports_prefill_cuda_graph = True
+    # A decode batch of base requests replays a graph of its own, without any adapter launch.
+    skip_inactive_dense_lora = True
+
+    site_map: SiteMap
+    pool: ScuteMemoryPool
+    max_rank: int
+
+    def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs) -> None:
+        super().__init__(max_loras_per_batch, device)
+        self._decode_plan: torch.Tensor | None = None
+        self._decode_rows = 0
+        self._prefill_plan: torch.Tensor | None = None
+
+    def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
+        """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
+        self.site_map, self.pool, self.max_rank = site_map, pool, max_rank
+        self._module_of_site = [0] * len(site_map.sites)
+        for layer in site_map.layers:
+            for i in range(len(layer.slice_offsets) - 1):
+                self._module_of_site[layer.first_site + i] = layer.module_index
+
+    # --- the batch -------------------------------------------------------------------------------------------------
+
+    def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
+        self._decode_rows = max_bs_in_cuda_graph * num_tokens_per_req
+        self._decode_plan = self._static_plan(self._decode_rows)
+
+    def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
+        self.prefill_cuda_graph_max_tokens = max_num_tokens
+        self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
+        self._prefill_plan = self._static_plan(max_num_tokens)
+
+    def _static_plan(self, rows: int) -> torch.Tensor:
+        """A plan that graphs may hold: all base rows until a batch is written into it."""
+        return build_plan([], [], [-1] * self.max_loras_per_batch, rows).to(self.device)
+
+    def prepare(
+        self, forward_batch: ForwardBatch, slots: Sequence[int], decode_graph: bool, prefill_graph: bool
+    ) -> None:
+        """Plan the forward. ``slots``: of each request, ``-1`` for the base model. One copy to the device, into the
+        static plan of the graph family if one replays, else into a new one."""
+        counts = row_counts(forward_batch)
+        active = any(slot >= 0 for slot in slots)
+        graph = decode_graph or prefill_graph
+        if decode_graph:
+            assert self._decode_plan is not None
+            plan = self._fill(slots, counts, self._decode_rows, self._decode_plan)
+        elif prefill_graph:
+            assert self._prefill_plan is not None and self.prefill_cuda_graph_max_tokens is not None
+            plan = self._fill(slots, counts, self.prefill_cuda_graph_max_tokens, self._prefill_plan)
+        else:
+            plan = self._fill(slots, counts, sum(counts))
+        needs, rank = self._needs({slot for slot in slots if slot >= 0})
+        mode = forward_batch.forward_mode
+        self.batch_info = Batch(
+            plan=plan,
+            needs=needs,
+            max_rank=self.max_rank if graph else rank,
+            use_cuda_graph=graph,
+            has_active_lora=active,
+            is_prefill=mode.is_extend() and not mode.is_cuda_graph(),
+        )
+        self._prepare_head(forward_batch, slots)
+
+    def _fill(self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None) -> BatchPlan:
+        groups = [-1] * self.max_loras_per_batch
+        for slot in set(slots):
+            if slot >= 0:
+                groups[slot] = self.pool.group(slot)
+        # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
+        host = torch.empty(
+            packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
+        build_plan(slots, counts, groups, rows, out=host)
+        if into is None:
+            into = host.to(self.device, non_blocking=True)
+        else:
+            into.copy_(host, non_blocking=True)
+        return view_plan(into, rows)
+
+    def _needs(self, slots: set[int]) -> tuple[Needs, int]:
+        if not slots:
+            return NOTHING, 0
+        adapters = [self.pool.resident(slot) for slot in slots]
+
+        def modules(field: str) -> frozenset[int]:
+            sites = torch.stack([getattr(adapter, field) for adapter in adapters]).any(dim=0).nonzero().flatten()
+            return frozenset(self._module_of_site[site] for site in sites.tolist())
+
+        needs = Needs(modules("touched"), modules("low_rank"), modules("rotated"))
+        return needs, max(adapter.max_rank for adapter in adapters)
+
+    def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:
+        """Plans for the pruned rows of the output head, whole and per pass, if an adapter of the batch adapts it."""
+        self.lm_head_batch_info = self.lm_head_pass_batch_infos = self._lm_head_pass_idx = None
+        pruned = get_lm_head_pruned_lens(forward_batch)
+        if pruned is None or not self._adapts_head():
+            return
+        self.lm_head_batch_info = HeadBatch(self._fill(slots, pruned, sum(pruned)), sum(pruned))
+        pass_rows = envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
+        if envs.SGLANG_ENABLE_LOGPROB_CHUNK.get() and sum(pruned) > pass_rows:
+            segments = build_lm_head_pass_segments(list(slots), pruned, pass_rows)
+            self.lm_head_pass_batch_infos = [
+                HeadBatch(self._fill(owners, lengths, sum(lengths)), sum(lengths)) for owners, lengths in segments
+            ]
+
+    def _adapts_head(self) -> bool:
+        from scute_sglang.layers import ScuteParallelLMHead
+
+        return any(
+            isinstance(layer, ScuteParallelLMHead) and self.touches(layer.module_index) for layer in self.site_map.layers
+        )
+
+    def touches(self, module_index: int) -> bool:
+        """Whether an adapter of the current batch has any part at the layer."""
+        return self.batch_info is not None and module_index in self.batch_info.needs.touched
+
+    # --- the layers ------------------------------------------------------------------------------------------------
+
+    def forward_with_base(
+        self,
+        layer: ScuteLayer,
+        x: torch.Tensor,
+        base_fn: Callable[[], torch.Tensor],
+        lora_a,
+        lora_b,
+        output_offset,
+        offsets,
+        *,
+        all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        kind: DenseLoraKind | str = DenseLoraKind.LINEAR,
+        pruned_batch_info: HeadBatch | None = None,
+    ) -> torch.Tensor:
+        """The adapted output of a layer, ``(rows, out)`` of this rank, reduced over ranks if ``all_reduce`` is given.
+
+        Every part is applied before the reduction: scales commute with it, low-rank parts are partial sums like the
+        base's own, and shifts are stored on one rank only. So there is one all-reduce, as without adapters.
+        """
+        batch = self.batch_info
+        assert batch is not None
+        if kind is DenseLoraKind.LM_HEAD and pruned_batch_info is None and batch.is_prefill:
+            return base_fn()  # a graph capture of the model's body; its head runs outside the graph
+        plan = batch.plan if pruned_batch_info is None else pruned_batch_info.plan
+        output = self._adapted(layer, x, base_fn, plan, batch, kind)
+        return output if all_reduce is None else all_reduce(output)
+
+    def _adapted(
+        self,
+        layer: ScuteLayer,
+        x: torch.Tensor,
+        base_fn: Callable[[], torch.Tensor],
+        plan: BatchPlan,
+        batch: Batch,
+        kind: DenseLoraKind | str,
+    ) -> torch.Tensor:
+        # A graph serves every later batch of its variant, so it holds every operator of it; an eager forward runs only
+        # what its adapters need here.
+        capturing = get_is_capture_mode()
+        rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
+        live = plan_of(plan, rows, self.max_loras_per_batch)
+        max_rank = self.max_rank if capturing else batch.max_rank
+        memory = (self.pool.arena.tensor, self.pool.table, self.pool.bases, self.pool.origins)
+        plan_and_memory = (live.row_slot, live.order, live.tiles, live.tile_rows, *memory)
+
+        if kind is DenseLoraKind.EMBEDDING:
+            output = base_fn()
+            v = x.new_empty((1, rows, 1, max_rank), dtype=torch.float32)
+            lookup(x, *plan_and_memory, layer.first_site, layer.vocab_size, v)
+            expand(output, v, v.new_empty(0), *plan_and_memory, layer.first_site, list(layer.slice_offsets))
+            return output
+
+        rotates = (
+            get_capture_lora_variant() == ROTATE_VARIANT
+            if capturing
+            else layer.module_index in batch.needs.rotated
+        )
+        output = self._rotated_base(layer, x, plan_and_memory) if rotates else base_fn()
+        adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
+        v = u = x.new_empty(0, dtype=torch.float32)
+        if capturing or layer.module_index in batch.needs.low_rank:
+            split = shrink_split(rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
+            v = x.new_empty((split, rows, n_slices, max_rank), dtype=torch.float32)
+            u = torch.empty_like(v)
+            shrink(x, *plan_and_memory, layer.first_site, v, u)
+        expand(adapted, v, u, *plan_and_memory, layer.first_site, list(layer.slice_offsets))
+        return output
+
+    def _rotated_base(self, layer: ScuteLayer, x: torch.Tensor, plan_and_memory: tuple) -> torch.Tensor:
+        """The base layer on the transformed inputs. Each slice has its own, so each is computed from its own.
+
+        Decode: the inputs of all slices are rows of one base GEMM, which reads the weight once. Prefill: likewise; the
+        columns that a row is not for are computed in vain.
+        """
+        rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
+        rotated = x.new_empty((n_slices, rows, x.shape[1]))
+        rotate(x, *plan_and_memory, layer.first_site, rotated)
+        output = layer.base_linear(rotated.view(n_slices * rows, -1))
+        if n_slices == 1:
+            return output
+        wide = output.view(n_slices, rows, -1)
+        bounds = zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
+        return torch.cat([wide[i, :, start:stop] for i, (start, stop) in enumerate(bounds)], dim=1)
+
+
+def row_counts(forward_batch: ForwardBatch) -> list[int]:
+    """Rows of each request in the forward."""
+    mode = forward_batch.forward_mode
+    if mode.is_extend_without_speculative():
+        return list(forward_batch.extend_seq_lens_cpu or [])
+    rows, per_request = get_batch_token_counts(forward_batch)
+    return [per_request] * (rows // per_request if per_request else 0)
+
+
+def plan_of(plan: BatchPlan, rows: int, slots: int) -> BatchPlan:
+    """The plan with no more tiles than ``rows`` rows can need: the rest of a static plan is dead for them."""
+    return dataclasses.replace(plan, tiles=plan.tiles[: -(-rows // plan.tile_rows) + min(rows, slots)])

@@ -1,0 +1,148 @@
+"""Wrapper layers: SGLang's own LoRA wrappers, told to call Scute's operators.
+
+Each class derives from the SGLang wrapper of the same linear layer and inherits its ``forward`` (bias, gather and
+all-reduce rules), which hands the work to ``ScuteLoRABackend.forward_with_base``. The constructors replace those of
+SGLang, which allocate pinned offset tensors that Scute does not use.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.lora.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinearWithLoRA,
+    ParallelLMHeadWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
+from sglang.srt.lora.utils import capturing_lora_graph
+from torch import nn
+
+from scute_sglang.backend import ScuteLoRABackend
+
+
+class ScuteLayer(BaseLayerWithLoRA):
+    """What every wrapper adds to the wrapped layer.
+
+    ``module_index``: number of this layer among the wrapped ones. ``first_site``: number of its first site.
+    ``slice_offsets``: first output column of each slice as this rank computes it, and the end.
+    """
+
+    lora_backend: ScuteLoRABackend
+
+    def __init__(self, base_layer: nn.Module, lora_backend: ScuteLoRABackend, slice_widths: list[int]) -> None:
+        BaseLayerWithLoRA.__init__(self, base_layer, lora_backend)
+        self.set_lora = True
+        self.module_index = -1
+        self.first_site = -1
+        offsets = [0]
+        for width in slice_widths:
+            offsets.append(offsets[-1] + width)
+        self.slice_offsets = tuple(offsets)
+        # Arguments of SGLang's segmented-GEMM interface that Scute finds in its table instead.
+        self.lora_a = self.lora_b = self.output_offset = self._output_offset = None
+        self.lora_offsets = self.slice_offsets
+
+    @property
+    def lora_active(self) -> bool:
+        """Whether this forward runs adapter operators here: the batch holds an adapter of this very layer, or a graph
+        that must serve every later batch is being captured."""
+        if capturing_lora_graph():
+            return self.lora_backend.batch_info is not None
+        return self.lora_backend.touches(self.module_index)
+
+    def base_linear(self, x: torch.Tensor) -> torch.Tensor:
+        """The base layer on other inputs than those of the forward: ``(rows, in)`` to ``(rows, out)``, this rank's
+        shard, with the bias that the wrapper's own forward would add, before any reduction."""
+        layer = self.base_layer
+        return layer.quant_method.apply(layer, x, None if layer.skip_bias_add else layer.bias)
+
+    def start_lora_a_overlap(self, x: torch.Tensor) -> None:
+        """SGLang's hook for a side stream; Scute has none yet."""
+
+
+class ScuteColumnParallelLinear(ScuteLayer, ColumnParallelLinearWithLoRA):
+    def __init__(self, base_layer: ColumnParallelLinear, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, [base_layer.output_size_per_partition])
+
+
+class ScuteMergedColumnParallelLinear(ScuteLayer, ColumnParallelLinearWithLoRA):
+    def __init__(self, base_layer: MergedColumnParallelLinear, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, list(base_layer.output_partition_sizes))
+
+
+class ScuteQKVParallelLinear(ScuteLayer, ColumnParallelLinearWithLoRA):
+    def __init__(self, base_layer: QKVParallelLinear, lora_backend: ScuteLoRABackend) -> None:
+        widths = [base_layer.q_proj_shard_size, base_layer.kv_proj_shard_size, base_layer.v_proj_shard_size]
+        super().__init__(base_layer, lora_backend, widths)
+
+
+class ScuteRowParallelLinear(ScuteLayer, RowParallelLinearWithLoRA):
+    def __init__(self, base_layer: RowParallelLinear, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, [base_layer.output_size])
+
+    def base_linear(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.base_layer
+        first_rank = get_group_rank_size(layer.tp_group)[0] == 0
+        return layer.quant_method.apply(layer, x, layer.bias if first_rank and not layer.skip_bias_add else None)
+
+
+class ScuteReplicatedLinear(ScuteLayer, ReplicatedLinearWithLoRA):
+    def __init__(self, base_layer: ReplicatedLinear, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, [base_layer.output_size])
+
+
+class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
+    """The embedding; SGLang reduces its output before the adapter is added, so every rank holds whole adapter parts."""
+
+    new_embeddings_buffer = embedding_A_buffer = embedding_B_buffer = None
+
+    def __init__(self, base_layer: VocabParallelEmbedding, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, [base_layer.embedding_dim])
+        self.vocab_size = base_layer.org_vocab_size
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_) if self.lora_active else self.base_layer.forward(input_)
+
+
+class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
+    """The output head: a column-parallel linear layer over the vocabulary, whose shards may end in padding."""
+
+    lm_head_A_buffer = lm_head_B_buffer = None
+
+    def __init__(self, base_layer: ParallelLMHead, lora_backend: ScuteLoRABackend) -> None:
+        super().__init__(base_layer, lora_backend, [base_layer.shard_indices.num_org_elements])
+        self.vocab_size = base_layer.org_vocab_size
+
+    def base_linear(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, getattr(self.base_layer, "bias", None))
+
+
+# Subclasses before their bases: the first match wraps a layer.
+WRAPPERS: dict[type[nn.Module], type[ScuteLayer]] = {
+    ParallelLMHead: ScuteParallelLMHead,
+    VocabParallelEmbedding: ScuteVocabParallelEmbedding,
+    ReplicatedLinear: ScuteReplicatedLinear,
+    QKVParallelLinear: ScuteQKVParallelLinear,
+    MergedColumnParallelLinear: ScuteMergedColumnParallelLinear,
+    ColumnParallelLinear: ScuteColumnParallelLinear,
+    RowParallelLinear: ScuteRowParallelLinear,
+}
+
+
+def wrap(layer: nn.Module, lora_backend: ScuteLoRABackend) -> ScuteLayer | None:
+    """The wrapper of a SGLang layer, or ``None`` if Scute serves no adapters on layers of its class."""
+    for base_class, wrapper in WRAPPERS.items():
+        if isinstance(layer, base_class):
+            return wrapper(layer, lora_backend)
+    return None

@@ -1,0 +1,376 @@
+"""The adapter manager: SGLang's ``LoRAManager`` with Scute's loading, admission and batch preparation."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import scute_converter
+import torch
+from scute_converter.normal_form import Adapter, NormalForm
+from scute_converter.sharding import shard
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_parallel
+
+from scute_sglang import options
+from scute_sglang.backend import ScuteLoRABackend
+from scute_sglang.memory_pool import Group, LoadedAdapter, ScuteMemoryPool
+from scute_sglang.packing import pack_adapter, pack_basis
+from scute_sglang.sites import Projection, Site, wrap_model
+from scute_sglang.weights import weight_as_served
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The normal form of one site, sharded; ``first_row``: see ``LoadedAdapter.basis_views``."""
+
+    site: Site
+    form: NormalForm
+    first_row: int
+
+
+class ScuteLoRAManager(LoRAManager):
+    """Loads adapters into normal forms, keeps their packed blocks on the host, and prepares every batch.
+
+    Built by ``ModelRunner.init_lora_manager`` in place of SGLang's own manager when ``--lora-backend scute`` is given.
+    """
+
+    lora_backend: ScuteLoRABackend
+    memory_pool: ScuteMemoryPool
+    loras: dict[str, LoadedAdapter]
+
+    def init_state(self, max_lora_rank=None, target_modules=None, lora_paths=None) -> None:
+        """Wrap every layer that can serve adapters, create the arena, then load the adapters given at start.
+
+        Nothing is inferred from the first adapters: any rank up to ``max_lora_rank`` and any target can come later.
+        """
+        self.configs = {}
+        self.loras = {}
+        self.lora_refs = {}
+        self.num_pinned_loras = 0
+        self.max_lora_rank = max_lora_rank or options.DEFAULT_MAX_RANK
+        self.init_lora_modules()
+        self.init_memory_pool()
+        self.lora_backend.attach(self.site_map, self.memory_pool, self.max_lora_rank)
+        for lora_ref in lora_paths or []:
+            result = self._load_lora_adapter(lora_ref)
+            if not result.success:
+                raise RuntimeError(f"--lora-paths: {result.error_message}")
+
+    def init_lora_modules(self) -> None:
+        self.site_map = wrap_model(self.base_model, self.lora_backend)
+        # What SGLang's own manager keeps; its other methods iterate over it.
+        self.lora_modules = []
+        self.embed_tokens_module = self.lm_head_module = None
+
+    def init_memory_pool(self) -> None:
+        origins = torch.tensor([(site.cols[0], site.rows[0]) for site in self.site_map.sites], dtype=torch.int64)
+        self.memory_pool = ScuteMemoryPool(
+            origins=origins,
+            max_loras_per_batch=self.max_loras_per_batch,
+            dtype=self.dtype,
+            device=self.device,
+            capacity_bytes=options.adapter_memory(),
+            eviction_policy=self.eviction_policy,
+        )
+
+    def _load_lora_adapter(self, lora_ref: LoRARef) -> LoRAUpdateOutput:
+        return self._load(
+            lora_ref,
+            lambda: scute_converter.load(
+                str(lora_ref.lora_path), lora_ref.lora_name, self.site_map.base_shapes(), self._base_dtype()
+            ),
+        )
+
+    def _load_lora_adapter_from_tensors(
+        self, lora_ref: LoRARef, tensors, config_dict, added_tokens_config=None
+    ) -> LoRAUpdateOutput:
+        return self._load(
+            lora_ref,
+            lambda: scute_converter.load_tensors(
+                tensors, config_dict, str(lora_ref.lora_name), self.site_map.base_shapes(), self._base_dtype()
+            ),
+        )
+
+    def _base_dtype(self) -> torch.dtype:
+        """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it."""
+        return next((layer.weight.dtype for layer in self.site_map.layers if hasattr(layer, "weight")), self.dtype)
+
+    def _load(self, lora_ref: LoRARef, read: Callable[[], Adapter]) -> LoRAUpdateOutput:
+        """Read, resolve and pack an adapter. All ranks load it or none does, and a refusal leaves nothing behind."""
+        try:
+            loaded = self._build(lora_ref, read)
+        except Exception as error:
+            message = str(error) or repr(error)
+            if not isinstance(error, ValueError):  # AdapterError is one; anything else is worth a traceback
+                logger.exception("adapter %s was not loaded", lora_ref.lora_name)
+            return self.create_lora_update_result(success=False, error_message=message)
+        self.loras[lora_ref.lora_id] = loaded
+        self.lora_refs[lora_ref.lora_id] = lora_ref
+        self.num_pinned_loras += int(bool(lora_ref.pinned))
+        return self.create_lora_update_result(success=True)
+
+    def _build(self, lora_ref: LoRARef, read: Callable[[], Adapter]) -> LoadedAdapter:
+        name = lora_ref.lora_name
+        assert name is not None
+
+        def prepare() -> tuple[Adapter, list[_Part], dict[int, torch.Tensor]]:
+            self._check_name_and_pin(lora_ref)
+            adapter = read()
+            parts = self._place_on_sites(name, adapter)
+            self._check_payloads(name, adapter)
+            measured = {
+                i: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
+                for i, part in enumerate(parts)
+                if part.form.deferred is not None
+            }
+            return adapter, parts, measured
+
+        (adapter, parts, measured), all_measured = self._on_all_ranks(prepare, share=lambda result: result[2])
+
+        def finish() -> LoadedAdapter:
+            forms, shifts = {}, {}
+            for i, part in enumerate(parts):
+                form = part.form
+                if form.deferred is not None:
+                    total = measured[i]
+                    if part.site.input_sharded:
+                        total = torch.stack([rank[i] for rank in all_measured]).sum(dim=0)
+                    form = form.deferred.resolve(form, total)
+                shift = output_shift(name, part.site, form)
+                if shift is not None:
+                    shifts[part.site.index] = shift
+                forms[part.site.index] = form
+            return self._pack(lora_ref, adapter, parts, forms, shifts)
+
+        loaded, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())
+        # Every rank accounts for the largest shard, so that all of them admit and evict alike.
+        loaded = with_block_size(loaded, max(sizes))
+        if not self.memory_pool.admits([loaded.uid], {loaded.uid: loaded}):
+            needed = sum(map(self.memory_pool.arena.footprint, loaded.blocks.values()))
+            raise ValueError(
+                f"adapter {name} needs {needed} bytes of adapter memory beside the pinned adapters, but the arena has "
+                f"{self.memory_pool.arena.capacity}: raise {options.MEMORY_FLAG} or unpin another adapter"
+            )
+        for note in adapter.notes:
+            logger.warning("adapter %s: %s", name, note)
+        logger.info("adapter %s: %s, %d bytes on this rank", name, adapter.method, loaded.packed.block.nbytes)
+        return loaded
+
+    def _on_all_ranks(self, work: Callable[[], object], share: Callable):
+        """Run ``work`` here; returns its result and what every rank shares of its own.
+
+        If it fails on any rank, every rank raises, so that all of them go on with the same adapters.
+        """
+        result, shared, error = None, None, None
+        try:
+            result = work()
+            shared = share(result)
+        except Exception as caught:
+            if get_parallel().tp_size == 1:
+                raise
+            error = caught
+        if get_parallel().tp_size == 1:
+            return result, [shared]
+        outcomes = get_parallel().tp_group.all_gather_object((None if error is None else str(error), shared))
+        if error is not None:
+            raise error
+        for rank, (message, _) in enumerate(outcomes):
+            if message is not None:
+                raise ValueError(f"{message} (on tensor-parallel rank {rank})")
+        return result, [shared for _, shared in outcomes]
+
+    def _check_name_and_pin(self, lora_ref: LoRARef) -> None:
+        for known in self.lora_refs.values():
+            if known.lora_name == lora_ref.lora_name:
+                raise ValueError(f"adapter {lora_ref.lora_name} is already loaded: unload it first")
+        if lora_ref.pinned and self.num_pinned_loras >= self.max_loras_per_batch - 1:
+            raise ValueError(
+                f"adapter {lora_ref.lora_name} cannot be pinned: {self.num_pinned_loras} of "
+                f"{self.max_loras_per_batch} slots are, and one must stay free for the others: load it unpinned or "
+                "raise --max-loras-per-batch"
+            )
+
+    def _place_on_sites(self, name: str, adapter: Adapter) -> list[_Part]:
+        """Match the adapter's modules to sites and shard them. Raises ``ValueError`` for what has no place."""
+        unknown = [path for path in adapter.forms if path not in self.site_map.projections]
+        if unknown:
+            known = len(adapter.forms) - len(unknown)
+            raise ValueError(
+                f"adapter {name}: {unknown[0]} is no module of this model that can serve adapters "
+                f"({known} of {len(adapter.forms)} modules matched; the nearest is {self.site_map.nearest(unknown[0])}): "
+                "was it trained for another model, or with another module layout?"
+            )
+        parts = []
+        for path, form in adapter.forms.items():
+            projection = self.site_map.projections[path]
+            check_form(name, projection, form, self.max_lora_rank)
+            for site in projection.sites:
+                # A slice of a projection that Hugging Face fuses reads its shared basis further down than the table's
+                # origin of the site says.
+                first_row = site.rows[0] - self.site_map.sites[site.index].rows[0]
+                try:
+                    sharded = shard(form, rows=site.rows, cols=site.cols)
+                except ValueError as error:
+                    raise ValueError(f"adapter {name}, {path}: {error}") from error
+                parts.append(_Part(site, sharded, first_row))
+        return parts
+
+    def _check_payloads(self, name: str, adapter: Adapter) -> None:
+        """PEFT saves whole embeddings beside some adapters; served are the base's, so they must be the same."""
+        for path, stored in adapter.payloads.items():
+            projection = self.site_map.projections.get(path)
+            if projection is None:
+                raise ValueError(
+                    f"adapter {name}: it brings a weight of {path}, which the model does not have "
+                    f"(the nearest is {self.site_map.nearest(path)}): was it trained for another model?"
+                )
+            site = projection.sites[0]
+            weight = site.layer.base_layer.weight
+            shard = getattr(site.layer.base_layer, "shard_indices", None)
+            first, last = (0, weight.shape[0]) if shard is None else (shard.org_vocab_start_index, shard.org_vocab_end_index)
+            held = weight[: last - first].detach()
+            vocabulary = site.layer.base_layer.org_vocab_size
+            if stored.shape != (vocabulary, weight.shape[1]) or not torch.equal(
+                stored[first:last].to(held.device, held.dtype), held
+            ):
+                raise ValueError(
+                    f"adapter {name}: it brings its own weight of {path}, which differs from the base model's and is "
+                    "not served: train without modules_to_save and without resizing the vocabulary, or merge it"
+                )
+
+    def _pack(
+        self,
+        lora_ref: LoRARef,
+        adapter: Adapter,
+        parts: list[_Part],
+        forms: dict[int, NormalForm],
+        shifts: dict[int, torch.Tensor],
+    ) -> LoadedAdapter:
+        name = lora_ref.lora_name
+        assert name is not None
+        views: dict[str, tuple[str, int]] = {}
+        for part in parts:
+            form = forms[part.site.index]
+            if form.shared is not None:
+                key = form.shared.basis
+                view = f"{key}+{part.first_row}" if part.first_row else key
+                views[view] = (key, part.first_row)
+                forms[part.site.index] = dataclasses.replace(form, shared=dataclasses.replace(form.shared, basis=view))
+        site_names = [f"site {site.index}" for site in self.site_map.sites]
+        for path, projection in self.site_map.projections.items():
+            for site in projection.sites:
+                site_names[site.index] = path
+        packed = pack_adapter(name, forms, shifts, site_names, self.dtype)
+        bases = {key: self._packed_basis(key, adapter) for key, _ in views.values()}
+        return LoadedAdapter(
+            uid=lora_ref.lora_id,
+            name=name,
+            method=adapter.method,
+            packed=packed,
+            bases=bases,
+            basis_views=views,
+            group=Group.of(packed),
+            pinned=bool(lora_ref.pinned),
+        )
+
+    def _packed_basis(self, key: str, adapter: Adapter):
+        """The packed basis, shared on the host too with every loaded adapter that reads it."""
+        for other in self.loras.values():
+            if key in other.bases:
+                return other.bases[key]
+        return pack_basis(key, adapter.bases[key], self.dtype)
+
+    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
+        """Whether a batch of these requests can run. The base model (``None``) takes neither a slot nor bytes."""
+        return self.memory_pool.admits([uid for uid in lora_ids if uid is not None], self.loras)
+
+    def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()) -> None:
+        # Sorted: the order decides where blocks lie and what is evicted, and all ranks must agree on the latter.
+        uids = sorted(uid for uid in new_loras | running_loras if uid is not None)
+        self.memory_pool.bring_in(uids, self.loras)
+
+    def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
+        """Group the rows of the batch by adapter for the operators; in place where a CUDA graph reads the plan."""
+        graph = self._use_cuda_graph_batch(forward_batch)
+        self.lora_backend.prepare(
+            forward_batch,
+            slots=[
+                -1 if uid is None else self.memory_pool.get_buffer_id(uid) for uid in forward_batch.lora_ids or []
+            ],
+            decode_graph=graph,
+            prefill_graph=not graph and self.can_use_prefill_cuda_graph(forward_batch),
+        )
+
+    def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
+        """Prefill graphs hold no input transforms, which at prefill sizes would cost every batch a second base GEMM."""
+        return super().can_use_prefill_cuda_graph(forward_batch) and not self.rotates(forward_batch)
+
+    def rotates(self, forward_batch: ForwardBatch) -> bool:
+        """Whether an adapter of the batch transforms inputs."""
+        uids = {uid for uid in forward_batch.lora_ids or [] if uid is not None}
+        return any(bool(self.loras[uid].rotated.any()) for uid in uids)
+
+
+def check_form(name: str, projection: Projection, form: NormalForm, max_rank: int) -> None:
+    """Raises ``ValueError`` if the form does not fit the projection of this model."""
+    where = f"adapter {name}, {projection.name}"
+    for side, found, expected in (
+        ("input", form.in_features, projection.in_features),
+        ("output", form.out_features, projection.out_features),
+    ):
+        if found not in (0, expected):  # 0: no tensor of the adapter has that length
+            raise ValueError(
+                f"{where}: made for {found} {side} features, but the model has {expected}: "
+                "it was trained for another model"
+            )
+    if projection.embedding and (form.shared or form.rotation or form.scale_delta is not None or form.deferred):
+        raise ValueError(f"{where}: only plain LoRA is served on embeddings; train without {projection.name} as target")
+    if form.pair is not None and form.pair.rank > max_rank:
+        raise ValueError(f"{where}: rank {form.pair.rank} exceeds {max_rank}: start the server with --max-lora-rank")
+    if form.shared is not None and form.shared.d.numel() > max_rank:
+        raise ValueError(f"{where}: rank {form.shared.d.numel()} exceeds {max_rank}: start with --max-lora-rank")
+
+
+def output_shift(name: str, site: Site, form: NormalForm) -> torch.Tensor | None:
+    """What the site adds to its output so that the bias comes out as the method has it; ``(out,)`` fp32, or ``None``.
+
+    The layer's output holds ``b0`` (unless SGLang hands it out separately) and is multiplied by ``s`` as a whole, so a
+    bias that the method does not scale is put right here: ``target - b0 s``.
+    """
+    base_bias = site.bias
+    rule = form.bias
+    if rule.replace is not None and base_bias is None:
+        raise ValueError(
+            f"adapter {name}, site {site.index}: it replaces a bias of the base layer, which has none: "
+            "it was trained for another model"
+        )
+    if not site.adds_bias:
+        return None
+    shift = None if rule.add is None else rule.add.double()
+    if base_bias is not None:
+        b0 = base_bias.detach().cpu().double()
+        scale = torch.ones_like(b0) if form.scale_delta is None else 1 + form.scale_delta.double()
+        target = (b0 if rule.replace is None else rule.replace.double()) * (scale if rule.scaled else 1)
+        held = b0 * scale if site.bias_in_output else b0
+        difference = target - held
+        if difference.any():
+            shift = difference if shift is None else shift + difference
+    return None if shift is None else shift.float()
+
+
+def with_block_size(adapter: LoadedAdapter, elements: int) -> LoadedAdapter:
+    """The same adapter with its block padded to ``elements``."""
+    block = adapter.packed.block
+    if block.numel() == elements:
+        return adapter
+    padded = torch.zeros(elements, dtype=block.dtype, pin_memory=block.is_pinned())
+    padded[: block.numel()] = block
+    return dataclasses.replace(adapter, packed=dataclasses.replace(adapter.packed, block=padded))

@@ -1,0 +1,222 @@
+"""Which adapters are resident on the device: slots, the arena's bytes, and the adapter table that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from scute_kernels import table
+from sglang.srt.lora.eviction_policy import get_eviction_policy
+from sglang.srt.lora.mem_pool import EMPTY_SLOT, LoRAMemoryPool
+
+from scute_sglang.arena import Arena
+from scute_sglang.packing import PackedAdapter, PackedBasis
+
+INITIAL_BASIS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that this rank has loaded, resident or not.
+
+    ``uid``: SGLang's ``lora_id``. ``bases``: the shared bases that it reads, by arena key. ``basis_views``: for each
+    key in ``packed.bases``, the arena key of the basis and the first row of the projection that the view stands for.
+    ``group``: see ``Group``. ``pinned``: never evicted.
+    """
+
+    uid: str
+    name: str
+    method: str
+    packed: PackedAdapter
+    bases: Mapping[str, PackedBasis]
+    basis_views: Mapping[str, tuple[str, int]]
+    group: Group
+    pinned: bool = False
+    low_rank: torch.Tensor = field(init=False)  # (sites,) bool: sites with an own or shared pair
+    touched: torch.Tensor = field(init=False)  # (sites,) bool: sites with any part
+    rotated: torch.Tensor = field(init=False)  # (sites,) bool: sites with an input transform
+    max_rank: int = field(init=False)  # of any pair, own or shared
+
+    def __post_init__(self) -> None:
+        rows = self.packed.rows
+        low_rank = (rows[:, table.RANK] > 0) | (rows[:, table.BASIS] >= 0)
+        rotated = rows[:, table.BLOCK] > 0
+        shifted = (rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0)
+        ranks = [int(rows[:, table.RANK].max())]
+        ranks += [int(basis.row[table.BASIS_RANK]) for basis in self.bases.values()]
+        object.__setattr__(self, "max_rank", max(ranks))
+        object.__setattr__(self, "low_rank", low_rank)
+        object.__setattr__(self, "rotated", rotated)
+        object.__setattr__(self, "touched", low_rank | rotated | shifted)
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The arena blocks it needs: key to elements."""
+        return {self.uid: self.packed.block.numel(), **{key: b.block.numel() for key, b in self.bases.items()}}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Which rows may share a tile of the batch plan with rows of other adapters.
+
+    ``key``: adapters with equal keys may share; ``None``: the adapter has own pairs or rotations, and shares with none.
+    """
+
+    key: tuple[tuple[int, str], ...] | str | None
+
+    @staticmethod
+    def of(packed: PackedAdapter) -> Group:
+        rows = packed.rows
+        if (rows[:, table.RANK] > 0).any() or (rows[:, table.BLOCK] > 1).any():
+            return Group(None)
+        if not packed.bases:
+            return Group("vectors")
+        if len(packed.bases) == 1:
+            return Group(packed.bases[0])
+        sites = (rows[:, table.BASIS] >= 0).nonzero().flatten().tolist()
+        return Group(tuple((site, packed.bases[int(rows[site, table.BASIS])]) for site in sites))
+
+
+class ScuteMemoryPool(LoRAMemoryPool):
+    """Takes the place of SGLang's pool: the same slots and eviction policies, but memory is one arena.
+
+    A slot (``--max-loras-per-batch``) is a row of ``table`` and nearly free; what bounds residency is the bytes of the
+    arena. The base model needs no slot. ``table``: ``(slots, sites, FIELDS)`` int64 on the device; ``bases``:
+    ``(capacity, BASIS_FIELDS)``; ``origins``: ``(sites, 2)``; see ``scute_kernels.table``.
+    """
+
+    def __init__(
+        self,
+        origins: torch.Tensor,
+        max_loras_per_batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity_bytes: int,
+        eviction_policy: str,
+    ) -> None:
+        self.max_loras_per_batch = max_loras_per_batch
+        self.dtype = dtype
+        self.device = device
+        self.eviction_policy = get_eviction_policy(eviction_policy)
+        self.uid_to_buffer_id: dict[str | None, int] = {}
+        self.buffer_id_to_uid: list = [EMPTY_SLOT] * max_loras_per_batch
+        self.arena = Arena(capacity_bytes, dtype, device)
+        self.origins = origins.to(device)
+        sites = origins.shape[0]
+        self.table = torch.full((max_loras_per_batch, sites, table.FIELDS), -1, dtype=torch.int64, device=device)
+        # One adapter may read a basis through several views, so the rows are not bounded by the slots; the tensor is
+        # sized once all the same, because captured graphs hold it.
+        self.bases = torch.zeros(
+            (max(INITIAL_BASIS_ROWS, 4 * max_loras_per_batch), table.BASIS_FIELDS), dtype=torch.int64, device=device
+        )
+        self._basis_rows: dict[str, int] = {}
+        self._resident: dict[str, LoadedAdapter] = {}
+        self._groups: dict[Group, int] = {}
+
+    def can_support(self, config) -> bool:
+        """Every rank and target; what an adapter needs is checked when it is loaded."""
+        return True
+
+    def admits(self, uids: Collection[str], adapters: Mapping[str, LoadedAdapter]) -> bool:
+        """Whether a batch of these adapters can run: slots and bytes suffice beside the pinned adapters.
+
+        Whatever this admits, ``bring_in`` succeeds with.
+        """
+        pinned = {uid for uid, adapter in self._resident.items() if adapter.pinned}
+        needed = pinned | set(uids)
+        if len(needed) > self.max_loras_per_batch:
+            return False
+        return self._fits([self._resident.get(uid) or adapters[uid] for uid in needed])
+
+    def bring_in(self, uids: Collection[str], adapters: Mapping[str, LoadedAdapter]) -> None:
+        """Make these adapters resident, evicting others by the policy. Copies run on the current stream."""
+        for uid in uids:
+            self.eviction_policy.mark_used(uid)
+        new = [adapters[uid] for uid in uids if uid not in self._resident]
+        if not new:
+            return
+        keep = set(uids)
+        while not self._has_room(new):
+            candidates = {uid for uid, held in self._resident.items() if uid not in keep and not held.pinned}
+            if not candidates:
+                raise RuntimeError(f"no room for adapters {[a.name for a in new]}: the batch was not admitted")
+            victim = self.eviction_policy.select_victim(candidates)
+            assert victim is not None
+            self.remove_lora(victim)
+        generation = self.arena.generation
+        for adapter in new:
+            self._place(adapter)
+        if self.arena.generation != generation:  # blocks have moved: every offset handed out is stale
+            for adapter in self._resident.values():
+                self._write_rows(adapter)
+
+    def remove_lora(self, lora_uid: str) -> int | None:
+        """Free the adapter's slot and bytes; returns the slot, or ``None`` if it is not resident."""
+        adapter = self._resident.pop(lora_uid, None)
+        if adapter is None:
+            return None
+        slot = self.uid_to_buffer_id.pop(lora_uid)
+        self.buffer_id_to_uid[slot] = EMPTY_SLOT
+        self.eviction_policy.remove(lora_uid)
+        for key in adapter.blocks:
+            self.arena.release(key)
+        for view in adapter.basis_views:
+            if not any(view in other.basis_views for other in self._resident.values()):
+                self._basis_rows.pop(view, None)
+        return slot
+
+    def group(self, slot: int) -> int:
+        """The plan's group key of the adapter in ``slot``; ``-1`` if its rows share tiles with no other adapter."""
+        adapter = self._resident[self.buffer_id_to_uid[slot]]
+        if adapter.group.key is None:
+            return -1
+        return self._groups.setdefault(adapter.group, len(self._groups))
+
+    def resident(self, slot: int) -> LoadedAdapter:
+        return self._resident[self.buffer_id_to_uid[slot]]
+
+    def _fits(self, adapters: Collection[LoadedAdapter]) -> bool:
+        blocks: dict[str, int] = {}
+        views: set[str] = set()
+        for adapter in adapters:
+            blocks.update(adapter.blocks)
+            views.update(adapter.basis_views)
+        return len(views) <= self.bases.shape[0] and self.arena.fits(blocks)
+
+    def _has_room(self, new: list[LoadedAdapter]) -> bool:
+        if len(self._resident) + len(new) > self.max_loras_per_batch:
+            return False
+        return self._fits([*self._resident.values(), *new])
+
+    def _place(self, adapter: LoadedAdapter) -> None:
+        for key, basis in adapter.bases.items():
+            if key in self.arena:
+                self.arena.retain(key)
+            else:
+                self.arena.allocate(key, basis.block.numel())
+                self.arena.write(key, basis.block)
+        self.arena.allocate(adapter.uid, adapter.packed.block.numel())
+        self.arena.write(adapter.uid, adapter.packed.block)
+        slot = self.buffer_id_to_uid.index(EMPTY_SLOT)
+        self.buffer_id_to_uid[slot] = adapter.uid
+        self.uid_to_buffer_id[adapter.uid] = slot
+        self._resident[adapter.uid] = adapter
+        self._write_rows(adapter)
+
+    def _write_rows(self, adapter: LoadedAdapter) -> None:
+        free = (row for row in range(self.bases.shape[0]) if row not in self._basis_rows.values())
+        for view, (key, first_row) in adapter.basis_views.items():
+            if view not in self._basis_rows:
+                self._basis_rows[view] = next(free)
+            row = adapter.bases[key].placed(self.arena.offset(key))
+            row[table.BASIS_B] += first_row
+            self._copy(self.bases[self._basis_rows[view]], row)
+        rows = adapter.packed.placed(self.arena.offset(adapter.uid), self._basis_rows)
+        self._copy(self.table[self.uid_to_buffer_id[adapter.uid]], rows)
+
+    def _copy(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        """To the device without waiting for it; the pinned source is fresh, so nothing overwrites it meanwhile."""
+        if self.device.type == "cuda":
+            rows = rows.pin_memory()
+        target.copy_(rows, non_blocking=True)

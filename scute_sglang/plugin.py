@@ -1,0 +1,53 @@
+"""The entry point in ``sglang.srt.plugins``: SGLang calls ``register`` in each of its processes before it starts."""
+
+from __future__ import annotations
+
+import sys
+
+from scute_patches import sgl_kernel
+
+from scute_sglang import options
+
+
+def register() -> None:
+    """Register the backend ``scute`` and hook the few places of SGLang that it needs.
+
+    With any other ``--lora-backend`` SGLang behaves as if Scute were not installed. If a hooked symbol is not what
+    Scute was written for, the process stops with one readable line: SGLang would only log a plugin's error and go on.
+    """
+    # Before anything imports sgl_kernel: on a machine without CUDA it cannot load.
+    sgl_kernel.install()
+    from scute_patches.signatures import IncompatibleSGLangError
+
+    from scute_sglang.compatibility import MODEL_SIGNATURES, check
+
+    try:
+        check()
+    except IncompatibleSGLangError as error:
+        sys.exit(f"scute-sglang: {error}")
+
+    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args
+    from sglang.srt.lora.backend.lora_registry import register_lora_backend
+
+    @register_lora_backend(server_args.BACKEND)
+    def create_scute_backend() -> type:
+        from scute_sglang.backend import ScuteLoRABackend
+
+        return ScuteLoRABackend
+
+    def manager_class() -> type:
+        check(MODEL_SIGNATURES)
+        from scute_sglang.manager import ScuteLoRAManager
+
+        return ScuteLoRAManager
+
+    server_args.install(
+        options.MEMORY_FLAG,
+        options.MEMORY_VARIABLE,
+        options.MEMORY_HELP,
+        options.parse_bytes,
+        options.DEFAULT_MAX_RANK,
+    )
+    model_runner.install(manager_class)
+    decode_cuda_graph_runner.install("rotate")
+    logits_processor.install()

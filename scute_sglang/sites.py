@@ -1,0 +1,216 @@
+"""Sites: where the projections of the Hugging Face model lie in SGLang's (fused, sharded) layers.
+
+PEFT names ``model.layers.0.self_attn.q_proj``; SGLang computes it as the first slice of
+``model.layers.0.self_attn.qkv_proj``, and under tensor parallel only some of its rows. A *site* is one such slice on
+this rank. Models that Hugging Face itself fuses (Phi-3's ``qkv_proj``) name the whole module; its slices then are row
+ranges of one projection.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.distributed.utils import get_group_rank_size
+from torch import nn
+
+from scute_sglang.layers import (
+    ScuteLayer,
+    ScuteMergedColumnParallelLinear,
+    ScuteParallelLMHead,
+    ScuteQKVParallelLinear,
+    ScuteRowParallelLinear,
+    ScuteVocabParallelEmbedding,
+    wrap,
+)
+
+# How Hugging Face names the slices of the modules that SGLang fuses.
+SLICE_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One slice of one wrapped layer on this rank.
+
+    ``index``: its row in the adapter table. ``rows``/``cols``: the output/input features of the Hugging Face projection
+    that this rank computes, half-open. ``local_rows``: where its outputs lie in the output of the layer.
+    ``input_sharded``: whether the input is split over the ranks (row-parallel), so that partial sums are reduced.
+    """
+
+    index: int
+    layer: ScuteLayer
+    rows: Range
+    cols: Range
+    local_rows: Range
+    input_sharded: bool = False
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """This rank's slice of the base bias, or ``None``."""
+        bias = getattr(self.layer.base_layer, "bias", None)
+        return None if bias is None else bias[self.local_rows[0] : self.local_rows[1]]
+
+    @property
+    def bias_in_output(self) -> bool:
+        """Whether the layer's own output already holds the bias (SGLang may hand it out separately)."""
+        return not getattr(self.layer.base_layer, "skip_bias_add", False)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds output shifts: outputs that are summed over ranks get them from one rank only."""
+        return not self.input_sharded or get_group_rank_size(self.layer.base_layer.tp_group)[0] == 0
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A Hugging Face projection: its full sizes, and its sites (several if Hugging Face fuses it too).
+
+    ``slice_rows``: for each site, which rows of the projection (full sizes) its slice stands for.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    sites: tuple[Site, ...]
+    embedding: bool = False
+
+
+@dataclass(frozen=True)
+class SiteMap:
+    """Every projection that adapters may name, and the wrapped layers in the order of their ``module_index``."""
+
+    projections: dict[str, Projection]
+    layers: tuple[ScuteLayer, ...]
+    sites: tuple[Site, ...]
+
+    def base_shapes(self) -> dict[str, tuple[int, int]]:
+        """``(out, in)`` of every linear projection by Hugging Face name, in the order of ``named_modules()``."""
+        return {name: (p.out_features, p.in_features) for name, p in self.projections.items() if not p.embedding}
+
+    def nearest(self, name: str) -> str:
+        """The known projection that ``name`` most likely means."""
+        leaf = name.rsplit(".", 1)[-1]
+        same_leaf = [known for known in self.projections if known.rsplit(".", 1)[-1] == leaf]
+        matches = difflib.get_close_matches(name, same_leaf or list(self.projections), n=1, cutoff=0.0)
+        return matches[0] if matches else "none"
+
+
+def wrap_model(model: nn.Module, lora_backend) -> SiteMap:
+    """Replace every layer of ``model`` that can serve adapters by its wrapper and map the projections.
+
+    Layers outside the language model (``should_apply_lora``), experts and layers of unknown classes stay as they are:
+    an adapter that names them is refused at load.
+    """
+    untie_lm_head(model)
+    layers: list[ScuteLayer] = []
+    sites: list[Site] = []
+    projections: dict[str, Projection] = {}
+    applies = getattr(model, "should_apply_lora", None)
+    for name, module in list(model.named_modules()):
+        leaf = name.rsplit(".", 1)[-1]
+        is_vocabulary = leaf in ("embed_tokens", "lm_head")
+        if not is_vocabulary and applies is not None and not applies(name):
+            continue
+        if is_vocabulary == (".layers." in f".{name}."):
+            continue  # decoder layers only, and the vocabulary's two ends
+        wrapped = wrap(module, lora_backend)
+        if wrapped is None:
+            continue
+        wrapped.module_index = len(layers)
+        wrapped.first_site = len(sites)
+        model.set_submodule(name, wrapped)
+        layers.append(wrapped)
+        for projection in _projections(name, wrapped, len(sites)):
+            projections[projection.name] = projection
+            sites.extend(site for site in projection.sites if site.index >= len(sites))
+    return SiteMap(projections, tuple(layers), tuple(sites))
+
+
+def untie_lm_head(model: nn.Module) -> None:
+    """Give a tied ``lm_head`` a module of its own over the same weight, so that it can be wrapped by itself.
+
+    SGLang uses the embedding module itself as the head of a tied model; an adapter on one must not act on the other.
+    """
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, VocabParallelEmbedding) or isinstance(head, ParallelLMHead):
+        return
+    with torch.device("meta"):
+        untied = ParallelLMHead(
+            head.org_vocab_size,
+            head.embedding_dim,
+            params_dtype=head.weight.dtype,
+            org_num_embeddings=head.org_vocab_size,
+        )
+    untied.weight = head.weight
+    untied.quant_method = head.quant_method
+    model.lm_head = untied
+
+
+def _projections(name: str, layer: ScuteLayer, first_site: int) -> list[Projection]:
+    base = layer.base_layer
+    if isinstance(layer, ScuteVocabParallelEmbedding):
+        rows, cols = (0, base.embedding_dim), (0, base.org_vocab_size)
+        site = Site(first_site, layer, rows, cols, rows)
+        return [Projection(name, cols[1], rows[1], (site,), embedding=True)]
+    if isinstance(layer, ScuteParallelLMHead):
+        shard = base.shard_indices
+        rows = (shard.org_vocab_start_index, shard.org_vocab_end_index)
+        site = Site(first_site, layer, rows, (0, base.embedding_dim), (0, rows[1] - rows[0]))
+        return [Projection(name, base.embedding_dim, base.org_vocab_size, (site,))]
+    if isinstance(layer, ScuteRowParallelLinear):
+        rank, size = get_group_rank_size(base.tp_group)
+        width = base.input_size_per_partition
+        rows, cols = (0, base.output_size), (rank * width, (rank + 1) * width)
+        site = Site(first_site, layer, rows, cols, rows, input_sharded=size > 1)
+        return [Projection(name, base.input_size, base.output_size, (site,))]
+
+    full, shards = _column_shards(layer)
+    sites = [
+        Site(first_site + i, layer, shard, (0, base.input_size), (layer.slice_offsets[i], layer.slice_offsets[i + 1]))
+        for i, shard in enumerate(shards)
+    ]
+    parent, _, leaf = name.rpartition(".")
+    names = SLICE_NAMES.get(leaf, ())
+    if len(names) != len(sites):
+        names = (leaf,) if len(sites) == 1 else ()
+    found = [
+        Projection(f"{parent}.{part}", base.input_size, width, (site,))
+        for part, width, site in zip(names, full, sites, strict=bool(names))
+    ]
+    if len(sites) > 1:  # the module as a whole, as models name it that Hugging Face fuses too
+        start, whole = 0, []
+        for site, width in zip(sites, full, strict=True):
+            rows = (start + site.rows[0], start + site.rows[1])
+            whole.append(Site(site.index, layer, rows, site.cols, site.local_rows))
+            start += width
+        found.append(Projection(name, base.input_size, start, tuple(whole)))
+    return found
+
+
+def _column_shards(layer: ScuteLayer) -> tuple[list[int], list[Range]]:
+    """Full output width of each slice, and the rows of it that this rank computes."""
+    base = layer.base_layer
+    if isinstance(layer, ScuteQKVParallelLinear):
+        rank, _ = get_group_rank_size(base.tp_group)
+        kv_rank = get_group_rank_size(base.kv_tp_group)[0] // base.num_kv_head_replicas
+        full = [
+            base.total_num_heads * base.head_size,
+            base.total_num_kv_heads * base.head_size,
+            base.total_num_kv_heads * base.v_head_size,
+        ]
+        widths = [base.q_proj_shard_size, base.kv_proj_shard_size, base.v_proj_shard_size]
+        ranks = [rank, kv_rank, kv_rank]
+    elif isinstance(layer, ScuteMergedColumnParallelLinear):
+        rank, _ = get_group_rank_size(base.tp_group)
+        full, widths = list(base.output_sizes), list(base.output_partition_sizes)
+        ranks = [rank] * len(full)
+    else:
+        tp_group = getattr(base, "tp_group", None)
+        rank = get_group_rank_size(tp_group)[0] if tp_group is not None else 0
+        full, widths, ranks = [base.output_size], [layer.slice_offsets[-1]], [rank]
+    return full, [(r * width, (r + 1) * width) for r, width in zip(ranks, widths, strict=True)]

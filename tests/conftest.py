@@ -1,0 +1,47 @@
+"""One real SGLang server on the CPU for the whole session, with adapters of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from adapters import RECIPES
+from models import write_model
+from serving import Server, cpu_arguments, cpu_environment, serve
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, fp32, head not tied."""
+    path = tmp_path_factory.mktemp("llama")
+    write_model(path, "llama", tied=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every recipe, written by PEFT for the tiny Llama; by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, recipe in RECIPES.items():
+        recipe.write(folder / name, llama)
+    return {name: folder / name for name in RECIPES}
+
+
+@pytest.fixture(scope="session")
+def server(
+    llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The session's server: all recipes loaded, as many slots as recipes."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with serve(
+        llama,
+        log,
+        *cpu_arguments(),
+        "--enable-cache-report",
+        "--max-loras-per-batch",
+        str(len(RECIPES) + 4),
+        adapters=adapters,
+        environment=cpu_environment(),
+    ) as running:
+        yield running
