@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+
 from scute_converter import Adapter, AdapterError, NormalForm, load
 from scute_converter.checkpoint import BIN, SAFETENSORS
 

@@ -11,11 +11,12 @@ from typing import Any
 import peft
 import pytest
 import safetensors.torch
-import scute_converter
 import torch
 import transformers
-from scute_converter import reference
 from torch import nn
+
+import scute_converter
+from scute_converter import reference
 
 # Both sides are sums of at most 64 fp32 products in another order: the rounding is within a few times
 # 64 * 2^-24 = 4e-6 of the largest output. An adapter changes the output by more than a tenth of it.

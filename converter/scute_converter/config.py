@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from scute_converter.errors import AdapterError
@@ -42,7 +42,7 @@ Config = TypeVar("Config", bound=MethodConfig)
 
 
 def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
-    """Read the fields of ``record`` from ``raw``; AdapterError names the field that is wrong, missing or unknown."""
+    """Read the fields of ``record`` from ``raw``; AdapterError names the field that is wrong or unknown."""
     hints = typing.get_type_hints(record)
     irrelevant = record.irrelevant | _IRRELEVANT
     known = {field.name: field for field in fields(record)}
@@ -59,10 +59,6 @@ def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
         elif value and name not in irrelevant:
             problem = f"{value!r} is not understood, and it may change what the adapter computes"
             raise AdapterError(adapter, where, problem, "remove the field if it does not matter")
-    for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            problem = "is missing, and it changes what the adapter computes"
-            raise AdapterError(adapter, f"field {name} of adapter_config.json", problem, "add it")
     return record(**values)
 
 

@@ -150,13 +150,15 @@ def _replace_biases(
 def _unconsumed(adapter: str, config: MethodConfig, key: Key) -> AdapterError:
     """Why a tensor that no method took is refused."""
     remedy = "remove it if it does not belong to the adapter"
-    if key.suffix.startswith("base_layer.") and key.suffix not in ("base_layer.weight", "base_layer.bias"):
+    prefixes = tuple(method.prefix for method in METHODS.values())
+    foreign = any(part.startswith(prefixes) for part in str(key).split("."))
+    if key.suffix.startswith("base_layer.") and foreign:
         problem, remedy = "adapts expert parameters (target_parameters), which is not served", "train without them"
     elif "trainable_tokens" in key.suffix:
         problem, remedy = "holds retrained tokens, which are not served", "train without trainable_token_indices"
-    elif key.suffix in ("bias", "base_layer.bias"):
+    elif key.suffix in ("bias", "base_layer.bias") and not foreign:
         problem, remedy = f"is a bias, with bias={config.bias!r}", f"set bias to 'all' in {CONFIG} if it was trained"
-    elif key.suffix == "weight" or key.suffix.startswith(("modules_to_save", "original_module", "base_layer")):
+    elif key.suffix.endswith("weight") and not foreign:
         problem, remedy = "is a weight of the base model, not of the adapter", "train without modules_to_save"
     else:
         problem = f"is no tensor that {config.peft_type} is known to have"

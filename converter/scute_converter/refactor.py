@@ -1,4 +1,4 @@
-"""Low-rank pairs whose terms cancel, rewritten so that rounding them to the serving type rounds the adapter's effect."""
+"""Low-rank pairs whose terms cancel, rewritten so that rounding their factors rounds the effect of the adapter."""
 
 from __future__ import annotations
 

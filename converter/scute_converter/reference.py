@@ -15,6 +15,7 @@ def apply(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
     origin: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
     """``F(x)`` of one projection, ``(N, out)``.

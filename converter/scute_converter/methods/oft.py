@@ -82,10 +82,8 @@ def _of_0_16(checkpoint: Checkpoint, config: OFTConfig, module: str, old_series:
     q = q - q.transpose(1, 2)
     if config.coft:
         q = _constrained(q, config.eps / math.sqrt(blocks))
-    if not config.use_cayley_neumann:
-        delta = _cayley(q)
-    else:
-        delta = _neumann(q, config.num_cayley_neumann_terms, old_series)
+    series = config.use_cayley_neumann
+    delta = _neumann(q, config.num_cayley_neumann_terms, old_series) if series else _cayley(q)
     return NormalForm(0 if config.block_share else blocks * k, 0, rotation=Rotation(delta.float()))
 
 
