@@ -1,4 +1,4 @@
-"""The operators of Scute: ``torch.ops.scute.rotate``, ``shrink``, ``lookup`` and ``expand``; importing registers them."""
+"""The operators of Scute, as ``torch.ops.scute``: rotate, shrink, lookup and expand. Importing registers them."""
 
 from scute_kernels import expand, lookup, rotate, shrink
 from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan

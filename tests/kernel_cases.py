@@ -1,0 +1,420 @@
+"""Random batches for the tests of the kernels, and what the operators make of them: dense fp64 formulas per row."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+from scute_kernels.plan import BatchPlan, build_plan, view_plan
+from scute_kernels.table import (
+    BASIS,
+    BASIS_A,
+    BASIS_A_STRIDE,
+    BASIS_B,
+    BASIS_B_STRIDE,
+    BASIS_FIELDS,
+    BASIS_RANK,
+    BIAS,
+    BLOCK,
+    BLOCK_STRIDE,
+    FIELDS,
+    RANK,
+    ROTATION,
+    SCALE,
+    A,
+    B,
+    D,
+    E,
+)
+
+NAN = float("nan")
+FIRST_SITE = 2  # the sites of the module begin in the middle of the table
+EPS32 = 2.0**-23
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+# Half a step among the subnormal numbers, where a rounding error is not relative any more.
+UNDERFLOW = {dtype: torch.finfo(dtype).smallest_normal * unit for dtype, unit in UNIT_ROUNDOFF.items()}
+METHODS = ("lora", "dora", "ia3", "vera", "oft", "everything", "nothing")
+
+
+@dataclass
+class Memory:
+    """An arena that holds NaN wherever no part lies, and the tables over it, filled as a memory pool would."""
+
+    dtype: torch.dtype
+    table: torch.Tensor
+    bases: torch.Tensor
+    origins: torch.Tensor
+    generator: torch.Generator
+    parts: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    end: int = 0
+
+    def put(self, part: torch.Tensor) -> int:
+        """The offset of a copy of ``part``; a gap of NaN precedes it, at least one element wide."""
+        step = 16 // self.dtype.itemsize
+        offset = (self.end // step + 1) * step
+        self.parts.append((offset, part))
+        self.end = offset + part.numel()
+        return offset
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def arena(self) -> torch.Tensor:
+        arena = torch.full((self.end + 64,), NAN, dtype=self.dtype)
+        for offset, part in self.parts:
+            arena[offset : offset + part.numel()] = part.reshape(-1)
+        return arena
+
+
+@dataclass
+class Site:
+    """The parts of one slot at one site, dense; absent ones are None."""
+
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: torch.Tensor | None = None  # s - 1
+    bias: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None  # R - I, (in, in)
+    basis: int = -1
+    shared_a: torch.Tensor | None = None  # as the site reads it, (r, in)
+    shared_b: torch.Tensor | None = None
+    d: torch.Tensor | None = None
+    e: torch.Tensor | None = None
+
+    @property
+    def after_base(self) -> bool:
+        """Whether expand has anything to do."""
+        return self.a is not None or self.scale is not None or self.bias is not None or self.basis >= 0
+
+
+@dataclass(repr=False)
+class Case:
+    x: torch.Tensor
+    h: torch.Tensor
+    slice_offsets: tuple[int, ...]
+    slots: list[int]  # of the rows
+    sites: list[list[Site]]  # [slot][slice]
+    plan: BatchPlan
+    arena: torch.Tensor
+    table: torch.Tensor
+    bases: torch.Tensor
+    origins: torch.Tensor
+    scratch_rank: int
+    split: int
+
+    def __repr__(self) -> str:
+        return f"Case({self.x.dtype}, x {tuple(self.x.shape)}, slices {self.slice_offsets}, rows of slots {self.slots})"
+
+    @property
+    def common(self) -> tuple[torch.Tensor | int, ...]:
+        """The arguments that every operator takes, in order."""
+        plan = (self.plan.row_slot, self.plan.order, self.plan.tiles, self.plan.tile_rows)
+        return (*plan, self.arena, self.table, self.bases, self.origins)
+
+    @property
+    def n_slices(self) -> int:
+        return len(self.slice_offsets) - 1
+
+    def scratch(self) -> torch.Tensor:
+        shape = (self.split, len(self.slots), self.n_slices, self.scratch_rank)
+        return torch.full(shape, NAN, device=self.x.device)
+
+    def to(self, device: str) -> Case:
+        """A copy on ``device``; row strides are kept."""
+        moved = dict(vars(self))
+        for name in ("arena", "table", "bases", "origins"):
+            moved[name] = moved[name].to(device)
+        for name in ("x", "h"):
+            wide = torch.empty(len(self.slots), moved[name].stride(0), dtype=self.arena.dtype, device=device)
+            moved[name] = wide[:, : moved[name].shape[1]].copy_(moved[name])
+        plan = self.plan
+        moved["plan"] = BatchPlan(
+            plan.row_slot.to(device), plan.order.to(device), plan.tiles.to(device), plan.tile_rows
+        )
+        return Case(**moved)
+
+
+def divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def make_case(
+    seed: int,
+    dtype: torch.dtype,
+    in_features: int,
+    widths: tuple[int, ...],
+    methods: tuple[str, ...],
+    requests: list[tuple[int, int]],
+    spare_rows: int,
+    max_rank: int,
+    split: int,
+    block: int | None = None,
+) -> Case:
+    """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given."""
+    choose = random.Random(seed)
+    n_slices, n_slots = len(widths), len(methods)
+    sites = FIRST_SITE + n_slices + 1
+    table = torch.full((n_slots, sites, FIELDS), -1, dtype=torch.int64)
+    table[..., RANK] = 0
+    table[..., BLOCK] = 0
+    memory = Memory(
+        dtype,
+        table,
+        torch.zeros(3, BASIS_FIELDS, dtype=torch.int64),
+        torch.randint(0, 40, (sites, 2), generator=torch.Generator().manual_seed(seed)),
+        torch.Generator().manual_seed(seed),
+    )
+    # Slices of a module read the same features.
+    memory.origins[:, 0] = choose.choice([0, 16, 5])
+    shared = [_put_basis(memory, choose, row, in_features, max(widths), max_rank) for row in range(2)]
+
+    dense = [[Site() for _ in widths] for _ in methods]
+    groups = []
+    for slot, method in enumerate(methods):
+        basis = choose.randrange(2)
+        for i, width in enumerate(widths):
+            if choose.random() < 0.7:  # otherwise the adapter does not target this projection
+                of_site = basis if method == "vera" else choose.randrange(2)
+                _put_site(
+                    memory,
+                    choose,
+                    dense[slot][i],
+                    slot,
+                    i,
+                    method,
+                    in_features,
+                    width,
+                    max_rank,
+                    shared,
+                    of_site,
+                    block,
+                )
+        shareable = method in ("vera", "ia3", "oft", "nothing")
+        groups.append(choose.choice([basis, basis, -1]) if shareable else -1)
+
+    live = sum(count for _, count in requests)
+    rows = live + spare_rows
+    slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
+    plan = view_plan(build_plan([slot for slot, _ in requests], [count for _, count in requests], groups, rows), rows)
+    x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
+    offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
+    h = memory.random(rows, offsets[-1] + choose.choice([0, 16, 3]))[:, : offsets[-1]]
+    return Case(
+        x, h, offsets, slots, dense, plan, memory.arena(), table, memory.bases, memory.origins, max_rank + 2, split
+    )
+
+
+def _put_basis(
+    memory: Memory, choose: random.Random, row: int, in_features: int, width: int, max_rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = choose.randint(1, max_rank)
+    # The rows of a basis lie on 16 bytes in some cases and not in others.
+    a = memory.random(rank, -(-(in_features + 40) // 16) * 16 + choose.choice([0, 3]))
+    b = memory.random(rank, -(-(width + 40) // 16) * 16 + choose.choice([0, 5]))
+    fields = {BASIS_A: memory.put(a), BASIS_A_STRIDE: a.shape[1], BASIS_B: memory.put(b), BASIS_B_STRIDE: b.shape[1]}
+    for name, value in {**fields, BASIS_RANK: rank}.items():
+        memory.bases[row, name] = value
+    return a, b
+
+
+def _put_site(
+    memory: Memory,
+    choose: random.Random,
+    site: Site,
+    slot: int,
+    i: int,
+    method: str,
+    in_features: int,
+    width: int,
+    max_rank: int,
+    shared: list[tuple[torch.Tensor, torch.Tensor]],
+    basis: int,
+    block: int | None,
+) -> None:
+    row = memory.table[slot, FIRST_SITE + i]
+    if method in ("lora", "dora", "everything"):
+        rank = choose.randint(1, max_rank)
+        site.a, site.b = memory.random(rank, in_features), memory.random(rank, width)
+        row[A], row[B], row[RANK] = memory.put(site.a), memory.put(site.b), rank
+    if method in ("dora", "ia3", "everything"):
+        site.scale = memory.random(width)
+        row[SCALE] = memory.put(site.scale)
+    if method in ("dora", "everything") and choose.random() < 0.7:
+        site.bias = memory.random(width)
+        row[BIAS] = memory.put(site.bias)
+    if method in ("vera", "everything"):
+        origin_in, origin_out = memory.origins[FIRST_SITE + i].tolist()
+        a, b = shared[basis]
+        site.basis = basis
+        site.shared_a = a[:, origin_in : origin_in + in_features]
+        site.shared_b = b[:, origin_out : origin_out + width]
+        row[BASIS] = basis
+        if choose.random() < 0.9:
+            site.d = memory.random(a.shape[0])
+            row[D] = memory.put(site.d)
+        if choose.random() < 0.9:
+            site.e = memory.random(width)
+            row[E] = memory.put(site.e)
+    if method in ("ia3", "oft", "everything"):
+        k = 1 if method == "ia3" else block or choose.choice(divisors(in_features))
+        one_for_all = choose.random() < 0.3
+        delta = memory.random(1 if one_for_all else in_features // k, k, k)
+        row[ROTATION], row[BLOCK], row[BLOCK_STRIDE] = memory.put(delta), k, 0 if one_for_all else k * k
+        site.rotation = torch.block_diag(*delta.expand(in_features // k, k, k))
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)) -> Case:
+    methods = tuple(draw(st.lists(st.sampled_from(METHODS), min_size=1, max_size=5)))
+    request = st.tuples(st.integers(-1, len(methods) - 1), st.integers(0, 20))
+    requests = draw(st.lists(request, min_size=1, max_size=7))
+    live = sum(count for _, count in requests)
+    return make_case(
+        seed=draw(st.integers(0, 2**31)),
+        dtype=draw(st.sampled_from(dtypes)),
+        in_features=draw(st.one_of(st.integers(1, 300), st.sampled_from([48, 288, 512, 576]))),
+        widths=tuple(
+            draw(st.lists(st.one_of(st.integers(1, 150), st.sampled_from([16, 144])), min_size=1, max_size=3))
+        ),
+        methods=methods,
+        requests=requests,
+        # More than 256 rows make the tiles of a prefill.
+        spare_rows=draw(st.sampled_from([0 if live else 1, 3, 257])),
+        max_rank=draw(st.sampled_from([1, 3, 12, 16, 33, 70])),
+        split=draw(st.sampled_from([1, 2, 5])),
+    )
+
+
+Operator = Callable[..., None]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    integer = {4: torch.int32, 2: torch.int16}[left.itemsize]
+    return torch.equal(left.contiguous().view(integer), right.contiguous().view(integer))
+
+
+def check_rotate(rotate: Operator, case: Case) -> None:
+    """``rotate`` against ``x R`` with the dense ``R``, fp64."""
+    rows, features = case.x.shape
+    out = torch.full((case.n_slices, rows, features), NAN, dtype=case.x.dtype, device=case.x.device)
+    rotate(case.x, *case.common, FIRST_SITE, out)
+    out, x_rows = out.cpu(), case.x.cpu()
+    unit, underflow = UNIT_ROUNDOFF[case.x.dtype], UNDERFLOW[case.x.dtype]
+    for n, slot in enumerate(case.slots):
+        x = x_rows[n].double()
+        for i in range(case.n_slices):
+            delta = case.sites[slot][i].rotation if slot >= 0 else None
+            if delta is None:
+                assert same_bits(out[i, n], x_rows[n]), f"row {n} slice {i} has no rotation and was changed"
+                continue
+            expected = x + x @ delta.double()
+            # fp32 sums of at most `features` products, then one rounding.
+            magnitude = x.abs() + x.abs() @ delta.double().abs()
+            tolerance = underflow + unit * expected.abs() + (features + 2) * EPS32 * magnitude
+            _assert_close(out[i, n], expected, tolerance, f"row {n} slice {i}")
+
+
+def check_shrink_and_expand(shrink: Operator, expand: Operator, case: Case) -> None:
+    """``shrink``, then ``expand``, against the formula with dense matrices, fp64."""
+    before = case.h.cpu().clone()
+    v, u = case.scratch(), case.scratch()
+    shrink(case.x, *case.common, FIRST_SITE, v, u)
+    _check_scratch(case, v.cpu(), u.cpu())
+    expand(case.h, v, u, *case.common, FIRST_SITE, case.slice_offsets)
+    check_expanded(case, before)
+
+
+def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
+    x_rows = case.x.cpu()
+    features = x_rows.shape[1]
+    for n, slot in enumerate(case.slots):
+        for i in range(case.n_slices):
+            a = case.sites[slot][i].a if slot >= 0 else None
+            rank = 0 if a is None else a.shape[0]
+            assert v[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: v is written past the rank"
+            if a is not None:
+                x = x_rows[n].double()
+                tolerance = (features + 2) * EPS32 * (x.abs() @ a.double().abs().T)
+                _assert_close(v[:, n, i, :rank].double().sum(0), x @ a.double().T, tolerance, f"v row {n} slice {i}")
+            if slot < 0:
+                assert u[:, n].isnan().all(), f"row {n} is a base row, and has u"
+
+
+def check_expanded(case: Case, before: torch.Tensor) -> None:
+    """``case.h`` against the formula; ``before``: what it held before expand."""
+    unit, underflow = UNIT_ROUNDOFF[case.h.dtype], UNDERFLOW[case.h.dtype]
+    after, x_rows = case.h.cpu(), case.x.cpu()
+    features = x_rows.shape[1]
+    for n, slot in enumerate(case.slots):
+        x = x_rows[n].double()
+        for i, (begin, end) in enumerate(pairwise(case.slice_offsets)):
+            site = case.sites[slot][i] if slot >= 0 else Site()
+            if not site.after_base:
+                assert same_bits(after[n, begin:end], before[n, begin:end]), (
+                    f"row {n} slice {i} has no part, and changed"
+                )
+                continue
+            h = before[n, begin:end].double()
+            expected, magnitude, pairs = h.clone(), h.abs(), torch.zeros_like(h)
+            terms, lost = 4.0, torch.zeros_like(h)  # lost: where v or u * d is rounded to a subnormal number
+            if site.scale is not None:
+                expected += h * site.scale.double()
+                magnitude += (h * site.scale.double()).abs()
+            if site.bias is not None:
+                expected += site.bias.double()
+                magnitude += site.bias.double().abs()
+            if site.a is not None and site.b is not None:
+                a, b = site.a.double(), site.b.double()
+                expected += x @ a.T @ b
+                pairs += x.abs() @ a.abs().T @ b.abs()
+                lost += underflow * b.abs().sum(0)
+                terms += features + a.shape[0]
+            if site.shared_a is not None and site.shared_b is not None:
+                a, b = site.shared_a.double(), site.shared_b.double()
+                d = torch.ones(a.shape[0]).double() if site.d is None else site.d.double()
+                e = torch.ones(b.shape[1]).double() if site.e is None else site.e.double()
+                expected += (x @ a.T * d) @ b * e
+                pairs += (x.abs() @ a.abs().T * d.abs()) @ b.abs() * e.abs()
+                lost += underflow * b.abs().sum(0) * e.abs()
+                terms += features + a.shape[0]
+            tolerance = underflow + unit * expected.abs() + terms * EPS32 * (magnitude + pairs)
+            if case.h.dtype != torch.float32:  # v and u * d are rounded before they meet b
+                tolerance += unit * pairs + lost
+            _assert_close(after[n, begin:end], expected, tolerance, f"row {n} slice {i} slot {slot}")
+
+
+def check_lookup(lookup: Operator, case: Case, ids: torch.Tensor) -> None:
+    """``lookup`` against the columns of ``a``, exactly. The vocabulary is ``case.x``'s features, the module slice 0."""
+    v = torch.full((1, len(case.slots), 1, case.scratch_rank), NAN, device=case.x.device)
+    vocabulary = case.x.shape[1]
+    lookup(ids.to(case.x.device), *case.common, FIRST_SITE, vocabulary, v)
+    v = v.cpu()
+    for n, slot in enumerate(case.slots):
+        a = case.sites[slot][0].a if slot >= 0 else None
+        rank = 0 if a is None else a.shape[0]
+        assert v[0, n, 0, rank:].isnan().all(), f"row {n}: v is written past the rank"
+        if a is not None:
+            token = int(ids[n])
+            column = a[:, token].float() if 0 <= token < vocabulary else torch.zeros(rank)
+            assert torch.equal(v[0, n, 0, :rank], column), f"row {n} token {token}"
+
+
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor, where: str) -> None:
+    excess = (actual.double() - expected).abs() - tolerance
+    assert not excess.isnan().any(), f"{where}: NaN"
+    worst = int(excess.argmax())
+    assert excess[worst] <= 0, (
+        f"{where}, element {worst}: {float(actual[worst])} instead of {float(expected[worst])}, "
+        f"off by more than {float(tolerance[worst]):.3g}"
+    )
+
+
+def random_ids(case: Case) -> torch.Tensor:
+    """One token of each row; some lie outside the vocabulary on either side."""
+    generator = torch.Generator().manual_seed(len(case.slots) + math.prod(case.x.shape))
+    return torch.randint(-2, case.x.shape[1] + 2, (len(case.slots),), generator=generator)

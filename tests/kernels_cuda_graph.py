@@ -1,0 +1,83 @@
+"""The operators in a CUDA graph: captured once, right for every later batch and table. Run by test_kernels_triton.py."""
+
+from __future__ import annotations
+
+import torch
+from kernel_cases import FIRST_SITE, Case, check_expanded, check_rotate, make_case
+
+IN_FEATURES, WIDTHS, MAX_RANK, ROWS = 176, (48, 23), 20, 18
+ops = torch.ops.scute
+
+# Of each step: the methods of the slots, then slots and rows of the requests.
+BATCHES = [
+    (("lora", "vera", "ia3", "oft"), [(0, 4)]),
+    (("lora", "vera", "ia3", "oft"), [(0, 2), (1, 3)]),
+    (("lora", "vera", "ia3", "oft"), [(3, 1), (2, 5), (1, 1), (0, 2), (-1, 2), (1, 7)]),
+    (("lora", "vera", "ia3", "oft"), [(-1, 16)]),
+    (("lora", "vera", "ia3", "oft"), [(0, 4)]),
+    (("oft", "lora", "everything", "dora"), [(0, 4), (1, 3), (2, 9), (3, 2)]),  # every slot has changed its method
+    (("nothing", "vera", "vera", "vera"), [(0, 1), (1, 1), (2, 1), (3, 1)]),
+    (("lora", "vera", "ia3", "oft"), [(3, 1), (2, 5), (1, 1), (0, 2), (-1, 2), (1, 7)]),
+]
+
+
+def make(seed: int) -> Case:
+    methods, requests = BATCHES[seed]
+    live = sum(rows for _, rows in requests)
+    case = make_case(seed, torch.float16, IN_FEATURES, WIDTHS, methods, requests, ROWS - live, MAX_RANK, 2)
+    return case.to("cuda")
+
+
+def test_one_capture_serves_every_batch() -> None:
+    batches = [make(seed) for seed in range(len(BATCHES))]
+    first = batches[0]
+    static = Case(**vars(first))
+    static.x = first.x.contiguous()
+    static.h = first.h.contiguous()
+    static.arena = torch.empty(max(case.arena.numel() for case in batches), dtype=first.arena.dtype, device="cuda")
+    rotated = torch.empty(len(WIDTHS), ROWS, IN_FEATURES, dtype=first.x.dtype, device="cuda")
+    v, u = static.scratch(), static.scratch()
+
+    def step() -> None:
+        ops.rotate(static.x, *static.common, FIRST_SITE, rotated)
+        ops.shrink(static.x, *static.common, FIRST_SITE, v, u)
+        ops.expand(static.h, v, u, *static.common, FIRST_SITE, static.slice_offsets)
+
+    def load(case: Case) -> None:
+        static.arena.fill_(float("nan"))[: case.arena.numel()] = case.arena
+        for name in ("x", "h", "table", "bases", "origins"):
+            getattr(static, name).copy_(getattr(case, name))
+        for name in ("row_slot", "order", "tiles"):
+            getattr(static.plan, name).copy_(getattr(case.plan, name))
+
+    load(first)
+    step()  # compiles
+    load(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    for case in batches:
+        load(case)
+        v.fill_(float("nan"))
+        u.fill_(float("nan"))
+        graph.replay()
+        replayed, before = static.h.clone(), case.h.cpu().clone()
+
+        def compare(*arguments: torch.Tensor) -> None:
+            arguments[-1].copy_(rotated)
+
+        check_rotate(compare, case)
+        case.h.copy_(replayed)
+        check_expanded(case, before)
+
+
+def test_operators_run_the_kernels_on_a_gpu() -> None:
+    """Dispatch: the operator gives what the kernel function gives, bit for bit."""
+    from scute_kernels.rotate import kernel
+
+    case = make(2)
+    out = torch.empty(2, len(WIDTHS), ROWS, IN_FEATURES, dtype=case.x.dtype, device="cuda")
+    ops.rotate(case.x, *case.common, FIRST_SITE, out[0])
+    kernel.rotate(case.x, *case.common, FIRST_SITE, out[1])
+    assert torch.equal(out[0], out[1])
