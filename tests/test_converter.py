@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from scute_converter import Adapter, AdapterError, load, load_tensors
@@ -238,8 +240,9 @@ def test_selection_follows_peft() -> None:
         ("alpha_pattern", {"(": 2}, ["field alpha_pattern", "'(' is no regular expression"]),
         ("alpha_pattern", [2], ["field alpha_pattern"]),
         ("lora_alpha", None, ["field lora_alpha", "None is not of type float"]),
-        ("lora_alpha", 1e39, ["lora_B.weight", "overflows", "correct lora_alpha"]),
-        ("lora_alpha", float("nan"), ["lora_B.weight", "overflows"]),
+        ("lora_alpha", 1e39, ["lora_B.weight", "overflows with the scales", "adapter_config.json"]),
+        ("lora_alpha", float("nan"), ["field lora_alpha", "nan is not of type float"]),
+        ("lora_alpha", 10**400, ["field lora_alpha", "is not of type float"]),
         ("lora_bias", True, ["lora_B.bias", "missing, with lora_bias=true"]),
         ("use_dora", True, ["lora_magnitude_vector", "is missing", "keeps the magnitudes"]),
         ("bias", 1, ["field bias"]),
@@ -284,6 +287,7 @@ Q = f"{PREFIX}q_proj."
         (f"{Q}lora_A.weight", torch.full((3, 30), torch.nan).to(torch.float8_e5m2), ["NaN"]),
         (f"{Q}lora_A.weight", torch.empty(3, 0), ["q_proj.lora_A.weight", "is empty (3, 0)", "ZeRO-3"]),
         (f"{Q}lora_A.weight", torch.ones(3, 30, dtype=torch.int8), ["torch.int8"]),
+        (f"{Q}lora_A.weight", torch.ones(3, 30).to_sparse(), ["torch.sparse_coo", "dense floating-point"]),
         (f"{Q}lora_A.weight", torch.ones(3, 30, 1, 1), ["has 4 dimensions (3, 30, 1, 1), 2 are served"]),
         (f"{Q}lora_B.weight", torch.ones(42, 4), ["q_proj.lora_B.weight", "(42, 4) does not fit", "(3, 30)"]),
         (f"{Q}lora_B.weight", None, ["q_proj.lora_B.weight", "is missing"]),
@@ -351,15 +355,19 @@ VERA_TENSORS = {
         (VERA, VERA_TENSORS | {f"{Q}vera_lambda_d": torch.ones(4)}, ["vectors of 4 and 42 do not fit", "rank 3"]),
         (VERA, VERA_TENSORS | {f"{Q}vera_lambda_b": torch.ones(43)}, ["vectors of 3 and 43 do not fit"]),
         (VERA, VERA_TENSORS | {"base_model.vera_B": torch.ones(42, 2)}, ["vera_B", "(42, 2) does not fit"]),
-        (VERA, {f"{Q}vera_lambda_d": torch.ones(3)}, ["tensor vera_A: is missing"]),
+        (VERA, {f"{Q}vera_lambda_d": torch.ones(3)}, ["q_proj.vera_lambda_b: is missing"]),
+        (VERA, {key: VERA_TENSORS[key] for key in VERA_TENSORS if "lambda" in key}, ["tensor vera_A: is missing"]),
+        (VERA, {"base_model.vera_A": torch.ones(3, 30)}, ["tensor vera_A: is no tensor"]),
         (
             VERA | {"save_projection": False},
-            {f"{Q}vera_lambda_d": torch.ones(3)},
+            {key: VERA_TENSORS[key] for key in VERA_TENSORS if "lambda" in key},
             ["field save_projection", "shapes and the type of the base model", "save_projection=true"],
         ),
         (OFT | {"use_cayley_neumann": None}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["use_cayley_neumann"]),
         (OFT | {"peft_version": "0.18.0.dev0@abc"}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["development build"]),
         (OFT | {"peft_version": "new"}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["'new' is no version"]),
+        (OFT | {"num_cayley_neumann_terms": 10**9}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["not within 1 and 64"]),
+        (OFT, {f"{Q}oft_R.weight": torch.full((5, 15), 1e20)}, ["q_proj.oft_R.weight", "overflows"]),
         (OFT, {f"{Q}oft_R.weight": torch.ones(5, 14)}, ["14 elements are no upper triangle"]),
         (OFT | {"block_share": True}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["5 blocks, with block_share=true"]),
         (OFT, {f"{Q}oft_r": torch.ones(5, 6, 6)}, ["without oft_s", "before 0.14", "rotated the output"]),
@@ -407,7 +415,7 @@ def test_missing_files(tmp_path: Path) -> None:
     refused(lambda: load(folder), "has neither adapter_model.safetensors nor adapter_model.bin")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "\udcff", '{"r": 3'])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000, "\udcff", '{"r": 3'])
 def test_broken_config(content: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "bad", lora_tensors())
     (folder / "adapter_config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -465,11 +473,19 @@ def test_bin_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("content", [torch.ones(3), {"a": 1}, [torch.ones(3)]])
+@pytest.mark.parametrize("content", [torch.ones(3), {"a": 1}, [torch.ones(3)], {1: torch.ones(3)}])
 def test_bin_of_something_else(content: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "bad", lora_tensors(), binary=True)
     torch.save(content, folder / "adapter_model.bin")
     refused(lambda: load(folder), "adapter_model.bin", "is not a dict of tensors")
+
+
+def test_bin_of_parameters(tmp_path: Path) -> None:
+    """A whole module was saved: the tensors want gradients."""
+    parameters = {key: torch.nn.Parameter(tensor) for key, tensor in lora_tensors().items()}
+    adapter = load(write(tmp_path, parameters, binary=True))  # type: ignore[arg-type]
+    assert adapter.digest == load_tensors(lora_tensors(), CONFIG, "plain").digest
+    assert not any(form.pair.a.requires_grad for form in adapter.forms.values())
 
 
 def test_safetensors_without_tensors(tmp_path: Path) -> None:
@@ -499,3 +515,49 @@ def test_links(name: str, tmp_path: Path) -> None:
     (snapshot / name).rename(blobs / "123")
     (snapshot / name).symlink_to("../../blobs/123")
     assert load(snapshot).digest == digest
+
+
+# Anything at all
+
+DORA = CONFIG | {"use_dora": True, "rank_pattern": {}, "alpha_pattern": {"v_proj": 7}, "bias": "none"}
+BASE = {"model.layers.0.self_attn.q_proj": (42, 30), "model.layers.0.self_attn.v_proj": (18, 30)}
+SOUND: list[tuple[dict[str, Any], Tensors]] = [
+    (DORA, dora_tensors()),
+    (IA3, {f"{Q}ia3_l": torch.full((42, 1), 2.0)}),
+    (VERA | {"projection_prng_key": 0}, VERA_TENSORS),
+    (VERA | {"save_projection": False}, {key: VERA_TENSORS[key] for key in VERA_TENSORS if "lambda" in key}),
+    (OFT | {"coft": False, "eps": 1e-3, "num_cayley_neumann_terms": 5}, {f"{Q}oft_R.weight": torch.ones(5, 15)}),
+]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+TENSORS = st.builds(
+    lambda shape, dtype, fill: torch.full(shape, fill).to(dtype),
+    st.lists(st.sampled_from([0, 1, 3, 30, 42]), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]),
+    st.floats(width=32),
+)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_anything_is_served_or_refused(data: st.DataObject) -> None:
+    """Whatever stands in a field or a tensor, the outcome is an adapter or an AdapterError, and no other exception."""
+    config, tensors = data.draw(st.sampled_from(SOUND))
+    config, tensors = dict(config), dict(tensors)
+    load_tensors(tensors, config, "sound", BASE, torch.float32)
+    if data.draw(st.booleans()):
+        config[data.draw(st.sampled_from(sorted(config)))] = data.draw(VALUES)
+    else:
+        key = data.draw(st.sampled_from(sorted(tensors)))
+        tensor = tensors.pop(key)
+        tensors[data.draw(st.sampled_from([key, key + ".weight", "module"]) | st.text())] = data.draw(
+            st.just(tensor) | TENSORS
+        )
+    try:
+        adapter = load_tensors(tensors, config, "any", BASE, torch.float32)
+    except AdapterError as error:
+        assert str(error).startswith("adapter 'any': ") and "\n" not in str(error)
+    else:
+        assert adapter.forms

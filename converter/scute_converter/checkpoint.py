@@ -45,7 +45,7 @@ def _inside(adapter: str, folder: Path, name: str) -> Path:
 def _read_config(adapter: str, file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(adapter, CONFIG, f"is not JSON ({error})", "copy the file again") from error
     if not isinstance(config, dict):
         raise AdapterError(adapter, CONFIG, "is not a JSON object", "copy the file again")
@@ -67,7 +67,9 @@ def _read_bin(adapter: str, file: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # a broken pickle raises whatever it likes
         problem = f"is broken, cut off, or more than tensors ({error})"
         raise AdapterError(adapter, BIN, problem, f"save the adapter as {SAFETENSORS}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in tensors.items()
+    ):
         raise AdapterError(adapter, BIN, "is not a dict of tensors", f"save the adapter as {SAFETENSORS}")
     return tensors
 
@@ -120,15 +122,24 @@ class Checkpoint:
         """A tensor as the file holds it; it is checked to be floating-point, finite and not empty."""
         if not self.has(module, suffix):
             raise self.error(module, suffix, "is missing", "save the whole adapter again")
-        tensor = self._tensors.pop(Key(module, suffix))
-        if not tensor.is_floating_point():
-            raise self.error(module, suffix, f"is of type {tensor.dtype}", "save the adapter in a floating-point type")
+        tensor = self._tensors.pop(Key(module, suffix)).detach()
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+            problem = f"is of type {tensor.dtype}, {tensor.layout}"
+            raise self.error(module, suffix, problem, "save the adapter as dense floating-point tensors")
         if tensor.numel() == 0:
             problem = f"is empty {tuple(tensor.shape)}"
             raise self.error(module, suffix, problem, "gather the sharded weights (ZeRO-3) before saving")
         # Types of 8 bits have no isfinite of their own.
         if not torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float()).all():
             raise self.error(module, suffix, "holds NaN or infinity", "save the adapter from a sound checkpoint")
+        return tensor
+
+    def converted(self, module: str, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What was made of a tensor as contiguous fp32; refused if it is not finite there."""
+        tensor = tensor.float().contiguous()
+        if not torch.isfinite(tensor).all():
+            problem = "overflows with the scales of the config"
+            raise self.error(module, suffix, problem, "correct them in adapter_config.json")
         return tensor
 
     def error(self, module: str, suffix: str, problem: str, remedy: str) -> AdapterError:

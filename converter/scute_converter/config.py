@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -48,22 +49,23 @@ def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
     known = {field.name: field for field in fields(record)}
     values = {}
     for name, value in raw.items():
-        where = f"field {name} of adapter_config.json"
+        where, shown = f"field {name} of adapter_config.json", reprlib.repr(value)
         if name in known:
             if not _has_type(value, hints[name]):
-                problem = f"{value!r} is not of type {known[name].type}"
+                problem = f"{shown} is not of type {known[name].type}"
                 raise AdapterError(adapter, where, problem, "save the adapter again with PEFT")
             values[name] = value
         elif name in record.refused and value:
             raise AdapterError(adapter, where, record.refused[name], "train the adapter without it")
         elif value and name not in irrelevant:
-            problem = f"{value!r} is not understood, and it may change what the adapter computes"
+            problem = f"{shown} is not understood, and it may change what the adapter computes"
             raise AdapterError(adapter, where, problem, "remove the field if it does not matter")
     return record(**values)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type; an integer is a float, a boolean is neither."""
+    """Whether a JSON value is of an annotated type; an integer is a float, a boolean is neither, and numbers are finite
+    and of a size that torch can take."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_has_type(value, argument) for argument in arguments)
@@ -72,5 +74,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return type(value) in (int, float) and abs(value) < float("inf") and abs(value) < 2**1023
+    if hint is int:
+        return type(value) is int and abs(value) < 2**63
     return type(value) is hint

@@ -97,16 +97,13 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
 
     alpha = _lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-    scaled = (b.T * scale).contiguous()
-    if not torch.isfinite(scaled).all():
-        problem = f"overflows when it is multiplied by the scale {scale}"
-        raise checkpoint.error(module, name_b, problem, "correct lora_alpha or alpha_pattern in adapter_config.json")
-    pair = balanced(Pair(a, scaled))
+    pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.T * scale)))
     magnitude = take_magnitude(checkpoint, module)
     _check_magnitude(checkpoint, config, module, magnitude, features=b.shape[0])
     add = None
     if checkpoint.has(module, "lora_B.bias"):
         add = checkpoint.take(module, "lora_B.bias", dims=1) * scale
+        add = checkpoint.converted(module, "lora_B.bias", add)
     elif config.lora_bias and not embedding:
         raise checkpoint.error(module, "lora_B.bias", "is missing, with lora_bias=true", "save the adapter again")
     return NormalForm(

@@ -15,6 +15,9 @@ from scute_converter.errors import AdapterError
 from scute_converter.normal_form import NormalForm, Rotation
 from scute_converter.registry import Conversion, register
 
+# Of a Cayley-Neumann series; users take 3 to 8.
+_MOST_TERMS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class OFTConfig(MethodConfig):
@@ -55,6 +58,9 @@ def _generation(adapter: str, config: OFTConfig) -> tuple[bool, tuple[str, ...]]
         raise AdapterError(adapter, "field use_cayley_neumann of adapter_config.json", problem, "add it")
     if not config.use_cayley_neumann:
         return False, ()
+    if not 1 <= config.num_cayley_neumann_terms <= _MOST_TERMS:
+        problem = f"{config.num_cayley_neumann_terms} is not within 1 and {_MOST_TERMS}"
+        raise AdapterError(adapter, "field num_cayley_neumann_terms of adapter_config.json", problem, "correct it")
     if config.peft_version is None:  # PEFT writes it since 0.18
         return True, ("no peft_version: served with the Cayley-Neumann series of PEFT before 0.18, as it was trained",)
     where = "field peft_version of adapter_config.json"
@@ -84,7 +90,8 @@ def _of_0_16(checkpoint: Checkpoint, config: OFTConfig, module: str, old_series:
         q = _constrained(q, config.eps / math.sqrt(blocks))
     series = config.use_cayley_neumann
     delta = _neumann(q, config.num_cayley_neumann_terms, old_series) if series else _cayley(q)
-    return NormalForm(0 if config.block_share else blocks * k, 0, rotation=Rotation(delta.float()))
+    rotation = Rotation(checkpoint.converted(module, "oft_R.weight", delta))
+    return NormalForm(0 if config.block_share else blocks * k, 0, rotation=rotation)
 
 
 def _of_0_14(checkpoint: Checkpoint, config: OFTConfig, module: str) -> NormalForm:

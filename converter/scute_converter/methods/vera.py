@@ -20,11 +20,10 @@ from scute_converter.targets import selects
 
 @dataclass(frozen=True, kw_only=True)
 class VeraConfig(MethodConfig):
-    """PEFT's ``VeraConfig``."""
+    """PEFT's ``VeraConfig``. The rank is that of the tensors."""
 
-    irrelevant = frozenset({"d_initial", "init_weights", "vera_dropout"})
+    irrelevant = frozenset({"d_initial", "init_weights", "r", "vera_dropout"})
 
-    r: int = 256
     projection_prng_key: int = 0
     save_projection: bool = True
 
@@ -32,17 +31,22 @@ class VeraConfig(MethodConfig):
 @register("VERA", prefix="vera_", config=VeraConfig)
 def convert(checkpoint: Checkpoint, config: VeraConfig, base: Base) -> Conversion:
     """``y = x W + b0 + ((x vera_A[:, :in]^T * lambda_d) vera_B[:out]^T) * lambda_b`` (``peft.tuners.vera``)."""
+    vectors = {
+        module: (checkpoint.take(module, "vera_lambda_d", dims=1), checkpoint.take(module, "vera_lambda_b", dims=1))
+        for module in checkpoint.modules("vera_lambda_d", "vera_lambda_b")
+    }
+    if not vectors:
+        return Conversion("VeRA", {})
     notes = ()
     if checkpoint.has("", "vera_A") or config.save_projection:
         basis = _stored(checkpoint)
     else:
-        basis, notes = _regenerated(checkpoint.adapter, config, base)
+        rank = next(iter(vectors.values()))[0].shape[0]
+        basis, notes = _regenerated(checkpoint.adapter, config, base, rank)
     key = digest(basis)
 
     forms = {}
-    for module in checkpoint.modules("vera_lambda_d", "vera_lambda_b"):
-        d = checkpoint.take(module, "vera_lambda_d", dims=1)
-        e = checkpoint.take(module, "vera_lambda_b", dims=1)
+    for module, (d, e) in vectors.items():
         if d.shape[0] != basis.a.shape[0] or e.shape[0] > basis.b.shape[1]:
             problem = f"vectors of {d.shape[0]} and {e.shape[0]} do not fit projections of rank {basis.a.shape[0]} for "
             problem += f"{basis.b.shape[1]} output features"
@@ -63,7 +67,7 @@ def _stored(checkpoint: Checkpoint) -> Basis:
     return Basis(a, b.T.contiguous())
 
 
-def _regenerated(adapter: str, config: VeraConfig, base: Base) -> tuple[Basis, tuple[str, ...]]:
+def _regenerated(adapter: str, config: VeraConfig, base: Base, rank: int) -> tuple[Basis, tuple[str, ...]]:
     """The projections that PEFT draws from ``projection_prng_key`` (``VeraModel._init_vera_A_vera_B``).
 
     Their sizes are maxima over all linear layers that the config selects, and they are rounded to the type of the base
@@ -83,8 +87,8 @@ def _regenerated(adapter: str, config: VeraConfig, base: Base) -> tuple[Basis, t
     out_max, in_max = (max(sizes) for sizes in zip(*shapes, strict=True))
 
     generator = torch.Generator("cpu").manual_seed(config.projection_prng_key)
-    a = _uniform((config.r, in_max), generator)
-    b = _uniform((out_max, config.r), generator)
+    a = _uniform((rank, in_max), generator)
+    b = _uniform((out_max, rank), generator)
     rounded = Basis(a.to(base.dtype).float(), b.to(base.dtype).float().T.contiguous())
     note = f"projections drawn again and rounded to {base.dtype}: exact if the base had this type in training"
     return rounded, (f"{note} (save_projection=true is always exact)",)
