@@ -1,2 +1,37 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer, git and make:
+#   make demo   serve adapters of every method in one batch and compare each with PEFT
+#   make test   run the tests
 VENV ?= .venv
 PYTHON ?= python3
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n '2,3p' Makefile | cut -c3-
+	@echo "  make lint   style, types and import contracts"
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "Setting up $(VENV): SGLang, PyTorch and the test tools (11 GB, one to ten minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip uv
+	$(RUN) -m uv pip install --python $(RUN) --editable '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	PYTHONPATH=tests $(RUN) examples/demo.py
+
+test: $(READY)
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m pyright
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .coverage*

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from adapters import ALL, Recipe, _ia3, _lora, _oft, _vera, redraw
+from adapters import ALL, Recipe, ia3, lora, oft, redraw, vera
 from models import write_tokenizer
 from peft import PeftModel, get_peft_model
 from serving import Server, serve
@@ -29,25 +29,25 @@ MEAN_SHARE = 0.015  # of the adapter's effect
 LARGEST = 2.0  # times the largest error of a plain LoRA: two draws of the same rounding
 
 RECIPES: dict[str, Recipe] = {
-    "lora_r16": Recipe(_lora(r=16, lora_alpha=16), 1),
-    "lora_r64_rs": Recipe(_lora(r=64, use_rslora=True, lora_alpha=8), 2),
-    "lora_r5": Recipe(_lora(r=5, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"]), 3),
-    "dora_r16": Recipe(_lora(r=16, lora_alpha=16, use_dora=True), 4),
-    "dora_r8": Recipe(_lora(r=8, lora_alpha=8, use_dora=True, target_modules=["k_proj", "o_proj", "up_proj"]), 5),
-    "ia3": Recipe(_ia3(), 6),
-    "ia3_all": Recipe(_ia3(target_modules=ALL, feedforward_modules=["down_proj"]), 7),
-    "vera_r256": Recipe(_vera(r=256), 8),
-    "vera_r256_b": Recipe(_vera(r=256), 9),
-    "oft_32": Recipe(_oft(oft_block_size=32, target_modules=ALL), 10),
+    "lora_r16": Recipe(lora(r=16, lora_alpha=16), 1),
+    "lora_r64_rs": Recipe(lora(r=64, use_rslora=True, lora_alpha=8), 2),
+    "lora_r5": Recipe(lora(r=5, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"]), 3),
+    "dora_r16": Recipe(lora(r=16, lora_alpha=16, use_dora=True), 4),
+    "dora_r8": Recipe(lora(r=8, lora_alpha=8, use_dora=True, target_modules=["k_proj", "o_proj", "up_proj"]), 5),
+    "ia3": Recipe(ia3(), 6),
+    "ia3_all": Recipe(ia3(target_modules=ALL, feedforward_modules=["down_proj"]), 7),
+    "vera_r256": Recipe(vera(r=256), 8),
+    "vera_r256_b": Recipe(vera(r=256), 9),
+    "oft_32": Recipe(oft(oft_block_size=32, target_modules=ALL), 10),
     "oft_64_cayley": Recipe(
-        _oft(oft_block_size=64, use_cayley_neumann=False, target_modules=["q_proj", "v_proj", "down_proj"]), 11
+        oft(oft_block_size=64, use_cayley_neumann=False, target_modules=["q_proj", "v_proj", "down_proj"]), 11
     ),
 }
 # Loaded only later, so that slots change their method.
 LATER = {
-    "dora_late": Recipe(_lora(r=24, lora_alpha=24, use_dora=True), 12),
-    "oft_late": Recipe(_oft(oft_block_size=32, target_modules=["o_proj", "gate_proj"]), 13),
-    "vera_late": Recipe(_vera(r=256, target_modules=["q_proj", "v_proj"], projection_prng_key=3), 14),
+    "dora_late": Recipe(lora(r=24, lora_alpha=24, use_dora=True), 12),
+    "oft_late": Recipe(oft(oft_block_size=32, target_modules=["o_proj", "gate_proj"]), 13),
+    "vera_late": Recipe(vera(r=256, target_modules=["q_proj", "v_proj"], projection_prng_key=3), 14),
 }
 
 
@@ -212,9 +212,12 @@ def failures(rows: list[dict]) -> list[str]:
 
 
 def report(rows: list[dict], problems: list[str], args: argparse.Namespace) -> str:
-    commit = args.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     versions = ", ".join(f"{name} {version(name)}" for name in ("sglang", "torch", "triton", "peft", "transformers"))
     lines = [
         "# Exactness on the GPU",

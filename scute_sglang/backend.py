@@ -23,7 +23,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
-    from scute_sglang.memory_pool import ScuteMemoryPool
+    from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
     from scute_sglang.sites import SiteMap
 
 ROTATE_VARIANT = "rotate"  # label of the decode graph for batches in which an adapter transforms inputs
@@ -33,12 +33,13 @@ ROTATE_VARIANT = "rotate"  # label of the decode graph for batches in which an a
 class Needs:
     """What the adapters of a batch need at each wrapped layer, by ``module_index``."""
 
-    touched: frozenset[int]
-    low_rank: frozenset[int]
-    rotated: frozenset[int]
+    touched: frozenset[int]  # any part
+    own: frozenset[int]  # own pairs
+    shared: frozenset[int]  # pairs of a shared basis
+    rotated: frozenset[int]  # input transforms
 
 
-NOTHING = Needs(frozenset(), frozenset(), frozenset())
+NOTHING = Needs(frozenset(), frozenset(), frozenset(), frozenset())
 
 
 @dataclass
@@ -86,6 +87,8 @@ class ScuteLoRABackend(BaseLoRABackend):
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool, self.max_rank = site_map, pool, max_rank
+        self._needs_by_slots: dict[frozenset[int], tuple[Needs, int]] = {}
+        self._needs_version = -1
         self._module_of_site = [0] * len(site_map.sites)
         for layer in site_map.layers:
             for i in range(len(layer.slice_offsets) - 1):
@@ -122,7 +125,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             plan = self._fill(slots, counts, self.prefill_cuda_graph_max_tokens, self._prefill_plan)
         else:
             plan = self._fill(slots, counts, sum(counts))
-        needs, rank = self._needs({slot for slot in slots if slot >= 0})
+        needs, rank = self._needs(frozenset(slot for slot in slots if slot >= 0))
         mode = forward_batch.forward_mode
         self.batch_info = Batch(
             plan=plan,
@@ -150,16 +153,28 @@ class ScuteLoRABackend(BaseLoRABackend):
             into.copy_(host, non_blocking=True)
         return view_plan(into, rows)
 
-    def _needs(self, slots: set[int]) -> tuple[Needs, int]:
+    def _needs(self, slots: frozenset[int]) -> tuple[Needs, int]:
+        """What the adapters in these slots need, and their largest rank; remembered until a slot changes."""
         if not slots:
             return NOTHING, 0
-        adapters = [self.pool.resident(slot) for slot in slots]
+        if self._needs_version != self.pool.version:
+            self._needs_by_slots.clear()
+            self._needs_version = self.pool.version
+        if slots not in self._needs_by_slots:
+            self._needs_by_slots[slots] = self._work_out_needs([self.pool.resident(slot) for slot in slots])
+        return self._needs_by_slots[slots]
 
-        def modules(field: str) -> frozenset[int]:
-            sites = torch.stack([getattr(adapter, field) for adapter in adapters]).any(dim=0).nonzero().flatten()
-            return frozenset(self._module_of_site[site] for site in sites.tolist())
+    def _work_out_needs(self, adapters: list[LoadedAdapter]) -> tuple[Needs, int]:
+        def modules(masks: list[torch.Tensor]) -> frozenset[int]:
+            sites = torch.stack(masks).any(dim=0).nonzero().flatten().tolist()
+            return frozenset(self._module_of_site[site] for site in sites)
 
-        needs = Needs(modules("touched"), modules("low_rank"), modules("rotated"))
+        needs = Needs(
+            touched=modules([adapter.touched for adapter in adapters]),
+            own=modules([adapter.own for adapter in adapters]),
+            shared=modules([adapter.shared for adapter in adapters]),
+            rotated=modules([adapter.rotated for adapter in adapters]),
+        )
         return needs, max(adapter.max_rank for adapter in adapters)
 
     def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:
@@ -248,11 +263,14 @@ class ScuteLoRABackend(BaseLoRABackend):
         )
         output = self._rotated_base(layer, x, plan_and_memory) if rotates else base_fn()
         adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
+        own = capturing or layer.module_index in batch.needs.own
+        shared = capturing or layer.module_index in batch.needs.shared
         v = u = x.new_empty(0, dtype=torch.float32)
-        if capturing or layer.module_index in batch.needs.low_rank:
+        if own or shared:
             split = shrink_split(rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
-            v = x.new_empty((split, rows, n_slices, max_rank), dtype=torch.float32)
-            u = torch.empty_like(v)
+            scratch = (split, rows, n_slices, max_rank)
+            v = x.new_empty(scratch if own else 0, dtype=torch.float32)
+            u = x.new_empty(scratch if shared else 0, dtype=torch.float32)
             shrink(x, *plan_and_memory, layer.first_site, v, u)
         expand(adapted, v, u, *plan_and_memory, layer.first_site, list(layer.slice_offsets))
         return output

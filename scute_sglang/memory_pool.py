@@ -33,22 +33,25 @@ class LoadedAdapter:
     basis_views: Mapping[str, tuple[str, int]]
     group: Group
     pinned: bool = False
-    low_rank: torch.Tensor = field(init=False)  # (sites,) bool: sites with an own or shared pair
+    own: torch.Tensor = field(init=False)  # (sites,) bool: sites with an own pair
+    shared: torch.Tensor = field(init=False)  # (sites,) bool: sites with a pair of a shared basis
     touched: torch.Tensor = field(init=False)  # (sites,) bool: sites with any part
     rotated: torch.Tensor = field(init=False)  # (sites,) bool: sites with an input transform
     max_rank: int = field(init=False)  # of any pair, own or shared
 
     def __post_init__(self) -> None:
         rows = self.packed.rows
-        low_rank = (rows[:, table.RANK] > 0) | (rows[:, table.BASIS] >= 0)
+        own, shared = rows[:, table.RANK] > 0, rows[:, table.BASIS] >= 0
         rotated = rows[:, table.BLOCK] > 0
-        shifted = (rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0)
-        ranks = [int(rows[:, table.RANK].max())]
-        ranks += [int(basis.row[table.BASIS_RANK]) for basis in self.bases.values()]
-        object.__setattr__(self, "max_rank", max(ranks))
-        object.__setattr__(self, "low_rank", low_rank)
-        object.__setattr__(self, "rotated", rotated)
-        object.__setattr__(self, "touched", low_rank | rotated | shifted)
+        ranks = [int(rows[:, table.RANK].max()), *(int(basis.row[table.BASIS_RANK]) for basis in self.bases.values())]
+        for name, value in {
+            "own": own,
+            "shared": shared,
+            "rotated": rotated,
+            "touched": own | shared | rotated | (rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0),
+            "max_rank": max(ranks),
+        }.items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -110,6 +113,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
         self.bases = torch.zeros(
             (max(INITIAL_BASIS_ROWS, 4 * max_loras_per_batch), table.BASIS_FIELDS), dtype=torch.int64, device=device
         )
+        self.version = 0  # changes whenever a slot does
         self._basis_rows: dict[str, int] = {}
         self._resident: dict[str, LoadedAdapter] = {}
         self._groups: dict[Group, int] = {}
@@ -157,6 +161,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
         if adapter is None:
             return None
         slot = self.uid_to_buffer_id.pop(lora_uid)
+        self.version += 1
         self.buffer_id_to_uid[slot] = EMPTY_SLOT
         self.eviction_policy.remove(lora_uid)
         for key in adapter.blocks:
@@ -202,6 +207,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
         self.buffer_id_to_uid[slot] = adapter.uid
         self.uid_to_buffer_id[adapter.uid] = slot
         self._resident[adapter.uid] = adapter
+        self.version += 1
         self._write_rows(adapter)
 
     def _write_rows(self, adapter: LoadedAdapter) -> None:

@@ -30,52 +30,52 @@ class Recipe:
         model.save_pretrained(str(path), **self.options)
 
 
-def _lora(**fields: Any) -> Callable[[], PeftConfig]:
+def lora(**fields: Any) -> Callable[[], PeftConfig]:
     return lambda: LoraConfig(task_type="CAUSAL_LM", **{"r": 8, "lora_alpha": 16, "target_modules": ALL, **fields})
 
 
-def _vera(**fields: Any) -> Callable[[], PeftConfig]:
+def vera(**fields: Any) -> Callable[[], PeftConfig]:
     return lambda: VeraConfig(task_type="CAUSAL_LM", **{"r": 24, "target_modules": ALL, **fields})
 
 
-def _ia3(**fields: Any) -> Callable[[], PeftConfig]:
+def ia3(**fields: Any) -> Callable[[], PeftConfig]:
     defaults = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     return lambda: IA3Config(task_type="CAUSAL_LM", **{**defaults, **fields})
 
 
-def _oft(**fields: Any) -> Callable[[], PeftConfig]:
+def oft(**fields: Any) -> Callable[[], PeftConfig]:
     defaults = {"oft_block_size": 4, "r": 0, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
     return lambda: OFTConfig(task_type="CAUSAL_LM", **{**defaults, **fields})
 
 
 # Two or more of every method: other seeds, ranks, targets and everything that changes their maths.
 RECIPES: dict[str, Recipe] = {
-    "lora": Recipe(_lora(), 1),
-    "lora_r1": Recipe(_lora(r=1, target_modules=["v_proj", "down_proj"]), 2),
-    "lora_rs": Recipe(_lora(r=12, use_rslora=True, target_modules=["q_proj", "o_proj", "up_proj"]), 3),
+    "lora": Recipe(lora(), 1),
+    "lora_r1": Recipe(lora(r=1, target_modules=["v_proj", "down_proj"]), 2),
+    "lora_rs": Recipe(lora(r=12, use_rslora=True, target_modules=["q_proj", "o_proj", "up_proj"]), 3),
     "lora_patterns": Recipe(
-        _lora(
+        lora(
             r=5,
             rank_pattern={"q_proj": 3, r"layers\.1\.mlp\.up_proj": 20},
             alpha_pattern={"v_proj": 40, r"layers\.0\.self_attn\.o_proj": 2},
         ),
         4,
     ),
-    "lora_wide": Recipe(_lora(r=70, lora_alpha=20, layers_to_transform=[1]), 5),
-    "lora_bias": Recipe(_lora(r=4, lora_bias=True, target_modules=["k_proj", "gate_proj"]), 6),
-    "dora": Recipe(_lora(r=8, use_dora=True), 7),
-    "dora_part": Recipe(_lora(r=3, use_dora=True, target_modules=["k_proj", "o_proj", "gate_proj"]), 8),
-    "ia3": Recipe(_ia3(), 9),
+    "lora_wide": Recipe(lora(r=70, lora_alpha=20, layers_to_transform=[1]), 5),
+    "lora_bias": Recipe(lora(r=4, lora_bias=True, target_modules=["k_proj", "gate_proj"]), 6),
+    "dora": Recipe(lora(r=8, use_dora=True), 7),
+    "dora_part": Recipe(lora(r=3, use_dora=True, target_modules=["k_proj", "o_proj", "gate_proj"]), 8),
+    "ia3": Recipe(ia3(), 9),
     "ia3_more": Recipe(
-        _ia3(target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], feedforward_modules=["o_proj"]), 10
+        ia3(target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], feedforward_modules=["o_proj"]), 10
     ),
-    "vera": Recipe(_vera(), 11),
-    "vera_same_key": Recipe(_vera(), 12),
-    "vera_other_key": Recipe(_vera(r=10, projection_prng_key=7, target_modules=["q_proj", "v_proj"]), 13),
-    "vera_regenerated": Recipe(_vera(r=16, save_projection=False, target_modules=["q_proj", "down_proj"]), 14),
-    "oft": Recipe(_oft(), 15),
-    "oft_cayley": Recipe(_oft(oft_block_size=12, use_cayley_neumann=False, target_modules=ALL), 16),
-    "oft_shared": Recipe(_oft(block_share=True, target_modules=["k_proj", "gate_proj"]), 17),
+    "vera": Recipe(vera(), 11),
+    "vera_same_key": Recipe(vera(), 12),
+    "vera_other_key": Recipe(vera(r=10, projection_prng_key=7, target_modules=["q_proj", "v_proj"]), 13),
+    "vera_regenerated": Recipe(vera(r=16, save_projection=False, target_modules=["q_proj", "down_proj"]), 14),
+    "oft": Recipe(oft(), 15),
+    "oft_cayley": Recipe(oft(oft_block_size=12, use_cayley_neumann=False, target_modules=ALL), 16),
+    "oft_shared": Recipe(oft(block_share=True, target_modules=["k_proj", "gate_proj"]), 17),
 }
 
 

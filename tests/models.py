@@ -1,8 +1,8 @@
 """Writes the tiny base models that the tests serve: every dense family, random weights, a tokenizer with a chat template.
 
-Sizes are odd on purpose (nothing is square, a power of two or a multiple of 16 where the architecture leaves the
-choice), and the weights are scaled so that the distribution over the next token is far from uniform: an adapter then
-has a clear effect on log-probabilities. Heads, key/value heads and MLP divide by 2, for tensor parallel.
+Sizes are odd on purpose (nothing is square or a power of two, and little is a multiple of 16), and the weights are
+scaled so that the distribution over the next token is far from uniform: an adapter then has a clear effect on
+log-probabilities. Heads, key/value heads and MLP divide by 2, for tensor parallel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TEXT = (
 
 _COMMON = {
     "hidden_size": 72,
-    "intermediate_size": 132,
+    "intermediate_size": 192,  # on the CPU SGLang pads the MLP to a multiple of 32 on every rank
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

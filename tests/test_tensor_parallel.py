@@ -1,0 +1,81 @@
+"""Tensor parallel of two on the CPU, over gloo: every method and every way a layer is sharded, against PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from adapters import ALL, Recipe, ia3, lora, oft, vera
+from models import write_model
+from serving import Server, cpu_arguments, cpu_environment, serve
+from test_parity_server import CLEAR, EXACT, compare, prompts
+
+# Qwen2: biases on q, k and v. hidden 72, MLP 192, so that shards of the input are 60 (attention) and 96 wide.
+RECIPES = {
+    "lora": Recipe(lora(r=6), 1),
+    "lora_r1": Recipe(lora(r=1, target_modules=["o_proj", "down_proj", "k_proj"]), 2),
+    "lora_bias": Recipe(lora(r=4, lora_bias=True, target_modules=["o_proj", "q_proj", "down_proj"]), 3),
+    "lora_bias_all": Recipe(lora(bias="all", target_modules=["q_proj", "o_proj"]), 4),
+    "lora_vocabulary": Recipe(lora(target_modules=["embed_tokens", "lm_head", "v_proj"]), 5),
+    "dora": Recipe(lora(use_dora=True), 6),  # row-parallel norms of o_proj and down_proj
+    "ia3": Recipe(ia3(), 7),  # the input scale of down_proj is sharded
+    "ia3_rows": Recipe(ia3(target_modules=["o_proj", "q_proj"], feedforward_modules=["o_proj"]), 8),
+    "vera": Recipe(vera(), 9),  # shards read slices of the shared basis
+    "oft": Recipe(oft(oft_block_size=4, target_modules=ALL), 10),
+    "oft_shared": Recipe(oft(oft_block_size=12, block_share=True, target_modules=["o_proj", "down_proj"]), 11),
+}
+# 192 / 8 = 24 blocks, 12 a rank; but 120 / 24 = 5 blocks of o_proj cannot be split in two.
+CROSSING = Recipe(oft(oft_block_size=24, target_modules=["o_proj"]), 12)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    write_model(path, "qwen2", tied=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name, recipe in {**RECIPES, "crossing": CROSSING}.items():
+        recipe.write(folder / name, base)
+    return {name: folder / name for name in [*RECIPES, "crossing"]}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base: Path, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    environment = {
+        **cpu_environment(),
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",  # keeps SGLang from trying NCCL; gloo it is
+    }
+    with serve(
+        base,
+        tmp_path_factory.mktemp("tp2") / "server.log",
+        *cpu_arguments(),
+        *("--tp", "2", "--max-loras-per-batch", str(len(RECIPES))),
+        adapters={name: folders[name] for name in RECIPES},
+        environment=environment,
+    ) as running:
+        yield running
+
+
+def test_one_mixed_batch_equals_peft(two_ranks: Server, base: Path, folders: dict[str, Path]) -> None:
+    names: list[str | None] = [None, *RECIPES]
+    answers = two_ranks.generate(prompts(len(names), seed=9), names)
+    errors = {}
+    for name, answer in zip(names, answers, strict=True):
+        errors[name], effect = compare(base, None if name is None else folders[name], [answer])
+        assert name is None or effect > CLEAR
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) <= EXACT, errors
+
+
+def test_blocks_across_a_shard_edge_are_refused(two_ranks: Server, folders: dict[str, Path]) -> None:
+    response = two_ranks.load("crossing", folders["crossing"])
+    assert response.status_code == 400
+    message = response.json()["error_message"]
+    assert "crossing" in message and "o_proj" in message and "24" in message
+    assert two_ranks.generate([[7, 8, 9]], [None])[0].output
