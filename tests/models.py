@@ -1,4 +1,4 @@
-"""Writes the tiny base models that the tests serve: every dense family, random weights, a tokenizer with a chat template.
+"""Tiny base models for the tests: every dense family, random weights, a tokenizer with a chat template.
 
 Sizes are odd on purpose (nothing is square or a power of two, and little is a multiple of 16), and the weights are
 scaled so that the distribution over the next token is far from uniform: an adapter then has a clear effect on
