@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-import scute_kernels
 import torch
 import triton
+
+import scute_kernels
 from scute_kernels import launch, table
 from scute_kernels.expand import reference as expand_reference
 from scute_kernels.rotate import reference as rotate_reference
@@ -83,8 +84,8 @@ class Bench:
         groups = [0 if method.rank == 0 and method.block <= 1 else -1] * self.slots
         packed = scute_kernels.build_plan(range(self.slots), [phase.rows] * self.slots, groups, self.rows).cuda()
         plan = scute_kernels.view_plan(packed, self.rows)
-        self.common = (plan.row_slot, plan.order, plan.tiles, plan.tile_rows)
-        self.common += (self.arena, self.table, self.bases, self.origins)
+        plan_arguments = (plan.row_slot, plan.order, plan.tiles, plan.tile_rows)
+        self.common = (*plan_arguments, self.arena, self.table, self.bases, self.origins)
 
         max_rank = max(method.rank, method.basis_rank)
         split = launch.shrink_split(self.rows, module.in_features, self.n_slices, max_rank) if max_rank else 1
@@ -200,7 +201,7 @@ class Bench:
         torch.testing.assert_close(h, expected, atol=0.03, rtol=0.02)
 
 
-def seconds(call: Callable[[int], None], layers: int) -> float:
+def seconds(call: Callable[[int], object], layers: int) -> float:
     """Median time of one call, in a CUDA graph that holds one call per layer."""
     call(0)
     torch.cuda.synchronize()

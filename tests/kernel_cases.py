@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
+
 from scute_kernels.plan import BatchPlan, build_plan, view_plan
 from scute_kernels.table import (
     BASIS,
@@ -38,6 +39,7 @@ EPS32 = 2.0**-23
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Half a step among the subnormal numbers, where a rounding error is not relative any more.
 UNDERFLOW = {dtype: torch.finfo(dtype).smallest_normal * unit for dtype, unit in UNIT_ROUNDOFF.items()}
+Common = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "everything", "nothing")
 
 
@@ -111,7 +113,7 @@ class Case:
         return f"Case({self.x.dtype}, x {tuple(self.x.shape)}, slices {self.slice_offsets}, rows of slots {self.slots})"
 
     @property
-    def common(self) -> tuple[torch.Tensor | int, ...]:
+    def common(self) -> Common:
         """The arguments that every operator takes, in order."""
         plan = (self.plan.row_slot, self.plan.order, self.plan.tiles, self.plan.tile_rows)
         return (*plan, self.arena, self.table, self.bases, self.origins)

@@ -1,8 +1,9 @@
-"""The operators in a CUDA graph: captured once, right for every later batch and table. Run by test_kernels_triton.py."""
+"""The operators in a CUDA graph: captured once, right for every later batch and table; see test_kernels_triton.py."""
 
 from __future__ import annotations
 
 import torch
+
 from kernel_cases import FIRST_SITE, Case, check_expanded, check_rotate, make_case
 
 IN_FEATURES, WIDTHS, MAX_RANK, ROWS = 176, (48, 23), 20, 18

@@ -11,7 +11,17 @@ import os
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from kernel_cases import Case, cases, check_lookup, check_rotate, check_shrink_and_expand, make_case, random_ids
+
+from kernel_cases import (
+    Case,
+    Operator,
+    cases,
+    check_lookup,
+    check_rotate,
+    check_shrink_and_expand,
+    make_case,
+    random_ids,
+)
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
 from scute_kernels.rotate import kernel as rotate_kernel
@@ -86,16 +96,18 @@ def test_rotation_blocks(block: int, dtype: torch.dtype) -> None:
 
 def test_only_the_kinds_that_are_resident() -> None:
     """Empty scratch for own pairs, or for shared pairs, leaves the other exact."""
+    shrink: Operator = shrink_kernel.shrink
+    expand: Operator = expand_kernel.expand
     empty = torch.empty(0, device=DEVICE)
     own = make_case(1, torch.float32, 37, (19, 5), ("lora", "dora"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
     check_shrink_and_expand(
-        lambda x, *rest: shrink_kernel.shrink(x, *rest[:-1], empty),
-        lambda h, v, u, *rest: expand_kernel.expand(h, v, empty, *rest),
+        lambda x, *rest: shrink(x, *rest[:-1], empty),
+        lambda h, v, u, *rest: expand(h, v, empty, *rest),
         own.to(DEVICE),
     )
     shared = make_case(2, torch.float32, 37, (19, 5), ("vera", "ia3"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
     check_shrink_and_expand(
-        lambda x, *rest: shrink_kernel.shrink(x, *rest[:-2], empty, rest[-1]),
-        lambda h, v, u, *rest: expand_kernel.expand(h, empty, u, *rest),
+        lambda x, *rest: shrink(x, *rest[:-2], empty, rest[-1]),
+        lambda h, v, u, *rest: expand(h, empty, u, *rest),
         shared.to(DEVICE),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
+
 from kernel_cases import (
     FIRST_SITE,
     Case,

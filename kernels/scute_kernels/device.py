@@ -1,5 +1,9 @@
 """Functions of the kernels: reading the plan and the table on the device."""
 
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

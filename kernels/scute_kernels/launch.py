@@ -48,6 +48,16 @@ class Expand:
     num_stages: int
 
 
+# Half of the shared memory of a multiprocessor, so that two programs run side by side. The loops of a kernel come one
+# after another and use the same buffers.
+_SHARED_MEMORY = 110 << 10
+
+
+def _stages(bytes_per_stage: int, most: int) -> int:
+    """As many stages of a pipelined loop as fit, at least one (which needs no buffers)."""
+    return max(1, min(most, _SHARED_MEMORY // bytes_per_stage))
+
+
 def rotate(rows: int, dtype: torch.dtype) -> Rotate:
     if dtype == torch.float32:
         return Rotate(block_in=32, block_out=32, num_warps=4, num_stages=2)
@@ -59,23 +69,25 @@ def rotate(rows: int, dtype: torch.dtype) -> Rotate:
 def shrink(rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
     """``max_rank``: R of the scratch."""
     decode = rows == DECODE_ROWS
-    block_rank = _block(max_rank, 32 if decode else 64)
-    rank_programs = min(-(-max_rank // block_rank), 8)
-    if dtype == torch.float32:
-        return Shrink(min(block_rank, 32), rank_programs, block_in=64, num_warps=4, num_stages=2)
-    if decode:
-        return Shrink(block_rank, rank_programs, block_in=256, num_warps=4, num_stages=3)
-    return Shrink(block_rank, rank_programs, block_in=64, num_warps=4, num_stages=4)
+    block_rank = _block(max_rank, 32 if decode or dtype == torch.float32 else 64)
+    block_in = 256 if decode and dtype != torch.float32 else 64
+    # Programs share the blocks of ranks between them only where a rank can be large; one whose share is empty ends at
+    # once, and a small rank has its split of the features instead.
+    rank_programs = min(-(-max_rank // block_rank), 2)
+    stages = _stages((rows + block_rank) * block_in * dtype.itemsize, most=3 if decode else 4)
+    return Shrink(block_rank, rank_programs, block_in, num_warps=4, num_stages=stages)
 
 
 def shrink_split(rows: int, in_features: int, n_slices: int, max_rank: int) -> int:
     """SPLIT of ``shrink``: into how many partial planes the features are split. Depends on shapes only.
 
-    Enough for a few programs on every multiprocessor, if every row has a tile of its own; each at least one block of
-    features. ``max_rank``: R of the scratch.
+    Enough for a few programs on every multiprocessor (in decode if every row has a tile of its own), while each has at
+    least one block of features. ``max_rank``: R of the scratch.
     """
-    parameters = shrink(tile_rows(rows), torch.bfloat16, max_rank)
-    wanted = 1024 // (min(rows, 64) * n_slices * parameters.rank_programs)
+    most_rows = tile_rows(rows)
+    parameters = shrink(most_rows, torch.bfloat16, max_rank)
+    tiles = min(rows, 64) if most_rows == DECODE_ROWS else -(-rows // most_rows)
+    wanted = 1024 // (tiles * n_slices * parameters.rank_programs)
     split = 1
     while split * 2 <= min(wanted, 16) and split * 2 * parameters.block_in <= in_features:
         split *= 2
@@ -86,13 +98,13 @@ def lookup(max_rank: int) -> Lookup:
     return Lookup(rows=16, block_rank=_block(max_rank, 64), num_warps=4)
 
 
-def expand(rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
-    """``max_rank``: R of the scratch."""
-    if dtype == torch.float32:
-        return Expand(_block(max_rank, 32), block_out=64, num_warps=4, num_stages=2)
-    if rows == DECODE_ROWS:
-        return Expand(_block(max_rank, 64), block_out=128, num_warps=4, num_stages=3)
-    return Expand(_block(max_rank, 64), block_out=128, num_warps=8, num_stages=3)
+def expand(rows: int, dtype: torch.dtype, max_rank: int, split: int) -> Expand:
+    """``max_rank``, ``split``: R and SPLIT of the scratch. The planes pass through the buffers of the loop too."""
+    decode = rows == DECODE_ROWS
+    block_rank = _block(max_rank, 32 if dtype == torch.float32 else 64)
+    block_out = 64 if dtype == torch.float32 else 128
+    stages = _stages(split * rows * block_rank * 4 + block_rank * block_out * dtype.itemsize, most=3)
+    return Expand(block_rank, block_out, num_warps=4 if decode or dtype == torch.float32 else 8, num_stages=stages)
 
 
 def _block(rank: int, most: int) -> int:

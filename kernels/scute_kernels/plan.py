@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -65,47 +66,47 @@ def build_plan(
         out = torch.empty(packed_size(rows, len(groups)), dtype=torch.int32)
     row_slot, order, tiles = out[:rows], out[rows : 2 * rows], out[2 * rows :].view(-1, 4)
 
-    starts: list[int] = []
-    members: dict[int, list[int]] = {}  # requests by tile key; insertion order makes the plan stable
+    members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     base: list[int] = []
-    start = 0
-    for request, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-        starts.append(start)
-        start += count
+    for request, slot in enumerate(slots):
         if slot < 0:
             base.append(request)
-        elif count:
-            members.setdefault(slot if groups[slot] < 0 else len(groups) + groups[slot], []).append(request)
+        elif counts[request]:
+            group = groups[slot]
+            members.setdefault(slot if group < 0 else len(groups) + group, []).append(request)
 
     most = tile_rows(rows)
     live_tiles: list[int] = []
+    arranged: list[int] = []
     begin = 0
-    for requests in members.values():
+    for group, requests in members.items():
         slot = slots[requests[0]]
-        if any(slots[request] != slot for request in requests):
+        if group >= len(groups) and any(slots[request] != slot for request in requests):
             slot = -1
-        end = begin + sum(counts[request] for request in requests)
+        end = begin + sum([counts[request] for request in requests])
         for first in range(begin, end, most):
             live_tiles += (first, min(most, end - first), slot, 0)
+        arranged += requests
         begin = end
+    arranged += base
     tiles.zero_()
     tiles.view(-1)[: len(live_tiles)] = torch.tensor(live_tiles, dtype=torch.int32)
 
-    row_slot[:live] = _repeat(slots, counts)
+    row_slot[:live] = _repeat(slots, counts, live)
     row_slot[live:] = -1
-    arranged = [request for requests in members.values() for request in requests] + base
-    shifts = []  # from the place of a request's rows in the order to their place in the batch
-    place = 0
-    for request in arranged:
-        shifts.append(starts[request] - place)
-        place += counts[request]
+    starts = list(accumulate(counts, initial=0))
+    arranged_counts = [counts[request] for request in arranged]
+    places = accumulate(arranged_counts, initial=0)
+    shifts = [starts[request] - place for request, place in zip(arranged, places, strict=False)]
     torch.arange(rows, out=order)
-    order[:place] += _repeat(shifts, [counts[request] for request in arranged])
+    order[:live] += _repeat(shifts, arranged_counts, live)
     return out
 
 
-def _repeat(values: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    return torch.repeat_interleave(torch.tensor(values, dtype=torch.int32), torch.tensor(counts, dtype=torch.int64))
+def _repeat(values: Sequence[int], counts: Sequence[int], total: int) -> torch.Tensor:
+    return torch.repeat_interleave(
+        torch.tensor(values, dtype=torch.int32), torch.tensor(counts, dtype=torch.int64), output_size=total
+    )
 
 
 def view_plan(packed: torch.Tensor, rows: int) -> BatchPlan:

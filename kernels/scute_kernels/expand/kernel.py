@@ -1,5 +1,9 @@
 """expand: the Triton kernel. A program finishes one tile over some columns of one slice."""
 
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -209,7 +213,7 @@ def _expand(
     h_mask = touched[:, None] & n_live[None, :]
     h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
     total = h
-    if OWN:
+    if OWN:  # noqa: SIM102 - own_rank exists only then
         if own_rank > 0:
             total += _own_product(
                 v_ptr + slice_number * v_rank,
@@ -305,7 +309,8 @@ def expand(
     own, shared = v.numel() > 0, u.numel() > 0
     n_slices = len(slice_offsets) - 1
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
-    parameters = launch.expand(tile_rows, arena.dtype, max(v_rank, u_rank))
+    v_split, u_split = (v.shape[0] if own else 1), (u.shape[0] if shared else 1)
+    parameters = launch.expand(tile_rows, arena.dtype, max(v_rank, u_rank), max(v_split, u_split))
     column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     _expand[(column_blocks, tiles.shape[0])](
         h,
@@ -334,8 +339,8 @@ def expand(
         SLICES=triton.next_power_of_2(n_slices),
         WIDTH_STEP=16 if all(offset % 16 == 0 for offset in slice_offsets) else 1,
         VECTOR=16 // arena.itemsize,
-        V_SPLIT=v.shape[0] if own else 1,
-        U_SPLIT=u.shape[0] if shared else 1,
+        V_SPLIT=v_split,
+        U_SPLIT=u_split,
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,

@@ -1,5 +1,9 @@
 """lookup: the Triton kernel. A program serves some rows, whatever their slots."""
 
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,9 @@
 """rotate: the Triton kernel. A program rotates one tile (or copies some base rows) over some columns for one slice."""
 
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,9 @@
 """shrink: the Triton kernel. A program multiplies one tile, one share of the features and some blocks of ranks."""
 
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch
