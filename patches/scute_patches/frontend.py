@@ -13,7 +13,6 @@ Nothing after it in its program is executed, and reading what it should have pro
 from __future__ import annotations
 
 import inspect
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -66,7 +65,7 @@ def _check(lora_path: object) -> None:
         raise ValueError(f"lora_path must be the name of an adapter, or None for the base model, not {lora_path!r}")
 
 
-def _run_program(
+def _run_program(  # noqa: PLR0917
     original: Callable[..., ProgramState],
     program: SglFunction,
     backend: Any,
@@ -115,15 +114,16 @@ def _execute(original: Callable[..., None], self: StreamExecutor, other: SglExpr
         return
     try:
         if not isinstance(self.backend, RuntimeEndpoint):
-            raise TypeError(f"{type(self.backend).__name__} serves no adapters, use sgl.RuntimeEndpoint or sgl.Runtime")
+            raise RuntimeError(
+                f"{type(self.backend).__name__} serves no adapters, use sgl.RuntimeEndpoint or sgl.Runtime"
+            )
         original(self, other)
     except Exception as error:
-        failure = AdapterError(f'{_describe(other)} with the adapter "{lora_path}" failed: {_reason(self, error)}')
-        failure.__cause__ = error
+        message = f'{_describe(other)} with the adapter "{lora_path}" failed: {_reason(self, error)}'
         if not self.use_thread:
-            raise failure from error
+            raise AdapterError(message) from error
         # Not raised: SGLang's worker would end, and a later wait for this executor would never return.
-        self.error_ = failure
+        self.error_ = AdapterError(message)
         _skip(self, other)
 
 
@@ -139,11 +139,18 @@ def _reason(executor: StreamExecutor, error: Exception) -> str:
         try:
             executor.backend.commit_lazy_operations(executor)
         except Exception as answer:
-            error = answer
-    content = error.args[0] if error.args else error
-    if isinstance(content, dict) and isinstance(content.get("error"), dict):
-        return str(content["error"].get("message", json.dumps(content)))
-    return str(content)
+            return _server_message(answer)
+    return _server_message(error)
+
+
+def _server_message(error: Exception) -> str:
+    """``RuntimeEndpoint`` raises ``RuntimeError`` with the body of the response."""
+    if not isinstance(error, RuntimeError):
+        return f"{type(error).__name__}: {error}"
+    body = error.args[0] if error.args else None
+    if isinstance(body, dict) and isinstance(body.get("error"), dict) and "message" in body["error"]:
+        return str(body["error"]["message"])
+    return str(error)
 
 
 def _skip(executor: StreamExecutor, expr: SglExpr | str) -> None:
@@ -156,6 +163,15 @@ def _skip(executor: StreamExecutor, expr: SglExpr | str) -> None:
             executor.stream_var_event[expr.name].set()
 
 
+def _end(original: Callable[..., None], self: StreamExecutor) -> None:
+    """The destructors come here. The traceback of a refused request leaves the executor to the garbage collector; if
+    that runs while a thread starts, ``original`` waits forever for a lock of ``threading`` which its caller holds."""
+    if self.is_finished:
+        self.backend.end_program(self)
+    else:
+        original(self)
+
+
 # --- Reading results ------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +181,7 @@ def _failure(executor: StreamExecutor) -> AdapterError | None:
 
 def _raise_failure(executor: StreamExecutor) -> None:
     if (failure := _failure(executor)) is not None:
-        raise AdapterError(*failure.args) from failure.__cause__
+        raise AdapterError(*failure.args)
 
 
 def _get_var(original: Callable[..., Any], self: StreamExecutor, name: str) -> Any:
@@ -366,6 +382,7 @@ _HOOKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     ),
     "interpreter.cache_program": (_cache_program, ("program", "backend")),
     "interpreter.StreamExecutor._execute": (_execute, ("self", "other")),
+    "interpreter.StreamExecutor.end": (_end, ("self",)),
     "interpreter.StreamExecutor.get_var": (_get_var, ("self", "name")),
     "interpreter.StreamExecutor.get_meta_info": (_get_meta_info, ("self", "name", "timeout")),
     "interpreter.StreamExecutor.text": (_read_all, ("self",)),
