@@ -60,9 +60,15 @@ _FAMILY: dict[str, dict[str, object]] = {
     "mistral": {"head_dim": 20, "sliding_window": None},
     "qwen2": {},  # head_dim is hidden_size / num_attention_heads; q, k and v have biases
     "qwen3": {"head_dim": 20},
-    "gemma": {"head_dim": 20},
-    # SGLang's torch_native attention has no soft cap on the attention logits.
-    "gemma2": {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 24, "attn_logit_softcapping": None},
+    # SGLang's Gemma has the exact GELU whatever the config says; "gelu" would mean the tanh approximation here.
+    "gemma": {"head_dim": 20, "hidden_act": "gelu_python"},
+    "gemma2": {
+        "head_dim": 20,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "attn_logit_softcapping": None,  # SGLang's torch_native attention has none
+        "hidden_act": "gelu_pytorch_tanh",  # read by SGLang only; published checkpoints have it
+    },
     "gemma3": {
         "head_dim": 20,
         "query_pre_attn_scalar": 24,
