@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from adapters import RECIPES, Oracle
-from models import write_model
 from rich.console import Console
 from rich.table import Table
+
+from adapters import RECIPES, Oracle
+from models import write_model
 from scute_converter import load
 from serving import Server, cpu_arguments, cpu_environment, serve
 

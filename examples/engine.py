@@ -12,6 +12,8 @@ import argparse
 
 import sglang
 
+from scute_patches import sgl_kernel
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate with one adapter per prompt")
@@ -20,6 +22,8 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--attention-backend")
     args = parser.parse_args()
+
+    sgl_kernel.install()  # for the CPU: sglang.Engine needs sgl_kernel before it loads plugins
 
     engine = sglang.Engine(
         model_path=args.model_path,

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from scute_kernels.expand import expand
-from scute_kernels.launch import shrink_split
-from scute_kernels.lookup import lookup
-from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan
-from scute_kernels.rotate import rotate
-from scute_kernels.shrink import shrink
 from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.dense.plan import DenseLoraKind
 from sglang.srt.lora.utils import build_lm_head_pass_segments, get_batch_token_counts, get_lm_head_pruned_lens
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora_variant, get_is_capture_mode
+
+from scute_kernels.expand import expand
+from scute_kernels.launch import shrink_split
+from scute_kernels.lookup import lookup
+from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan
+from scute_kernels.rotate import rotate
+from scute_kernels.shrink import shrink
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
@@ -74,6 +75,8 @@ class ScuteLoRABackend(BaseLoRABackend):
     # A decode batch of base requests replays a graph of its own, without any adapter launch.
     skip_inactive_dense_lora = True
 
+    # SGLang's own backends put metadata of their own here too; its runners read only what Batch has.
+    batch_info: Batch | None  # pyright: ignore[reportIncompatibleVariableOverride]
     site_map: SiteMap
     pool: ScuteMemoryPool
     max_rank: int
@@ -137,15 +140,15 @@ class ScuteLoRABackend(BaseLoRABackend):
         )
         self._prepare_head(forward_batch, slots)
 
-    def _fill(self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None) -> BatchPlan:
+    def _fill(
+        self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None
+    ) -> BatchPlan:
         groups = [-1] * self.max_loras_per_batch
         for slot in set(slots):
             if slot >= 0:
                 groups[slot] = self.pool.group(slot)
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
-        host = torch.empty(
-            packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
+        host = torch.empty(packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         build_plan(slots, counts, groups, rows, out=host)
         if into is None:
             into = host.to(self.device, non_blocking=True)
@@ -195,7 +198,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         from scute_sglang.layers import ScuteParallelLMHead
 
         return any(
-            isinstance(layer, ScuteParallelLMHead) and self.touches(layer.module_index) for layer in self.site_map.layers
+            isinstance(layer, ScuteParallelLMHead) and self.touches(layer.module_index)
+            for layer in self.site_map.layers
         )
 
     def touches(self, module_index: int) -> bool:
@@ -257,9 +261,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             return output
 
         rotates = (
-            get_capture_lora_variant() == ROTATE_VARIANT
-            if capturing
-            else layer.module_index in batch.needs.rotated
+            get_capture_lora_variant() == ROTATE_VARIANT if capturing else layer.module_index in batch.needs.rotated
         )
         output = self._rotated_base(layer, x, plan_and_memory) if rotates else base_fn()
         adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind

@@ -7,6 +7,9 @@ SGLang, which allocate pinned offset tensors that Scute does not use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import (
@@ -39,6 +42,8 @@ class ScuteLayer(BaseLayerWithLoRA):
     """
 
     lora_backend: ScuteLoRABackend
+    # A SGLang layer: its classes share attributes (weight, bias, quant_method), but no interface that says so.
+    base_layer: Any
 
     def __init__(self, base_layer: nn.Module, lora_backend: ScuteLoRABackend, slice_widths: list[int]) -> None:
         BaseLayerWithLoRA.__init__(self, base_layer, lora_backend)
@@ -125,11 +130,11 @@ class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
         self.vocab_size = base_layer.org_vocab_size
 
     def base_linear(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, getattr(self.base_layer, "bias", None))
+        return nn.functional.linear(x, self.base_layer.weight, getattr(self.base_layer, "bias", None))
 
 
 # Subclasses before their bases: the first match wraps a layer.
-WRAPPERS: dict[type[nn.Module], type[ScuteLayer]] = {
+WRAPPERS: dict[type[nn.Module], Callable[[Any, ScuteLoRABackend], ScuteLayer]] = {
     ParallelLMHead: ScuteParallelLMHead,
     VocabParallelEmbedding: ScuteVocabParallelEmbedding,
     ReplicatedLinear: ScuteReplicatedLinear,

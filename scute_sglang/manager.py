@@ -6,17 +6,18 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-import scute_converter
 import torch
-from scute_converter.normal_form import Adapter, NormalForm
-from scute_converter.sharding import shard
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
+import scute_converter
+from scute_converter.normal_form import Adapter, NormalForm
+from scute_converter.sharding import shard
 from scute_sglang import options
 from scute_sglang.backend import ScuteLoRABackend
 from scute_sglang.memory_pool import Group, LoadedAdapter, ScuteMemoryPool
@@ -25,6 +26,9 @@ from scute_sglang.sites import Projection, Site, wrap_model
 from scute_sglang.weights import weight_as_served
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Shared = TypeVar("Shared")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class ScuteLoRAManager(LoRAManager):
 
     def _base_dtype(self) -> torch.dtype:
         """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it."""
-        return next((layer.weight.dtype for layer in self.site_map.layers if hasattr(layer, "weight")), self.dtype)
+        weights = (getattr(layer.base_layer, "weight", None) for layer in self.site_map.layers)
+        dtype = next((weight.dtype for weight in weights if weight is not None), self.dtype)
+        return dtype if dtype.is_floating_point else torch.float32
 
     def _load(self, lora_ref: LoRARef, read: Callable[[], Adapter]) -> LoRAUpdateOutput:
         """Read, resolve and pack an adapter. All ranks load it or none does, and a refusal leaves nothing behind."""
@@ -164,28 +170,30 @@ class ScuteLoRAManager(LoRAManager):
         logger.info("adapter %s: %s, %d bytes on this rank", name, adapter.method, loaded.packed.block.nbytes)
         return loaded
 
-    def _on_all_ranks(self, work: Callable[[], object], share: Callable):
+    def _on_all_ranks(
+        self, work: Callable[[], Result], share: Callable[[Result], Shared]
+    ) -> tuple[Result, list[Shared]]:
         """Run ``work`` here; returns its result and what every rank shares of its own.
 
         If it fails on any rank, every rank raises, so that all of them go on with the same adapters.
         """
-        result, shared, error = None, None, None
+        if get_parallel().tp_size == 1:
+            result = work()
+            return result, [share(result)]
+        outcome: tuple[Result, Shared] | Exception
         try:
             result = work()
-            shared = share(result)
-        except Exception as caught:
-            if get_parallel().tp_size == 1:
-                raise
-            error = caught
-        if get_parallel().tp_size == 1:
-            return result, [shared]
-        outcomes = get_parallel().tp_group.all_gather_object((None if error is None else str(error), shared))
-        if error is not None:
-            raise error
-        for rank, (message, _) in enumerate(outcomes):
-            if message is not None:
+            outcome = (result, share(result))
+        except Exception as error:
+            outcome = error
+        failed = isinstance(outcome, Exception)
+        said = get_parallel().tp_group.all_gather_object((failed, str(outcome) if failed else outcome[1]))
+        if isinstance(outcome, Exception):
+            raise outcome
+        for rank, (other_failed, message) in enumerate(said):
+            if other_failed:
                 raise ValueError(f"{message} (on tensor-parallel rank {rank})")
-        return result, [shared for _, shared in outcomes]
+        return outcome[0], [shared for _, shared in said]
 
     def _check_name_and_pin(self, lora_ref: LoRARef) -> None:
         for known in self.lora_refs.values():
@@ -203,9 +211,10 @@ class ScuteLoRAManager(LoRAManager):
         unknown = [path for path in adapter.forms if path not in self.site_map.projections]
         if unknown:
             known = len(adapter.forms) - len(unknown)
+            nearest = self.site_map.nearest(unknown[0])
             raise ValueError(
                 f"adapter {name}: {unknown[0]} is no module of this model that can serve adapters "
-                f"({known} of {len(adapter.forms)} modules matched; the nearest is {self.site_map.nearest(unknown[0])}): "
+                f"({known} of {len(adapter.forms)} modules matched; the nearest is {nearest}): "
                 "was it trained for another model, or with another module layout?"
             )
         parts = []
@@ -235,7 +244,9 @@ class ScuteLoRAManager(LoRAManager):
             site = projection.sites[0]
             weight = site.layer.base_layer.weight
             shard = getattr(site.layer.base_layer, "shard_indices", None)
-            first, last = (0, weight.shape[0]) if shard is None else (shard.org_vocab_start_index, shard.org_vocab_end_index)
+            first, last = (
+                (0, weight.shape[0]) if shard is None else (shard.org_vocab_start_index, shard.org_vocab_end_index)
+            )
             held = weight[: last - first].detach()
             vocabulary = site.layer.base_layer.org_vocab_size
             if stored.shape != (vocabulary, weight.shape[1]) or not torch.equal(
@@ -292,9 +303,9 @@ class ScuteLoRAManager(LoRAManager):
         """Whether a batch of these requests can run. The base model (``None``) takes neither a slot nor bytes."""
         return self.memory_pool.admits([uid for uid in lora_ids if uid is not None], self.loras)
 
-    def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()) -> None:
+    def fetch_new_loras(self, new_loras: set[str | None], running_loras: set[str | None] | None = None) -> None:
         # Sorted: the order decides where blocks lie and what is evicted, and all ranks must agree on the latter.
-        uids = sorted(uid for uid in new_loras | running_loras if uid is not None)
+        uids = sorted(uid for uid in new_loras | (running_loras or set()) if uid is not None)
         self.memory_pool.bring_in(uids, self.loras)
 
     def prepare_lora_batch(self, forward_batch: ForwardBatch) -> None:
@@ -302,9 +313,7 @@ class ScuteLoRAManager(LoRAManager):
         graph = self._use_cuda_graph_batch(forward_batch)
         self.lora_backend.prepare(
             forward_batch,
-            slots=[
-                -1 if uid is None else self.memory_pool.get_buffer_id(uid) for uid in forward_batch.lora_ids or []
-            ],
+            slots=[-1 if uid is None else self.memory_pool.get_buffer_id(uid) for uid in forward_batch.lora_ids or []],
             decode_graph=graph,
             prefill_graph=not graph and self.can_use_prefill_cuda_graph(forward_batch),
         )

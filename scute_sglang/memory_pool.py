@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from scute_kernels import table
 from sglang.srt.lora.eviction_policy import get_eviction_policy
 from sglang.srt.lora.mem_pool import EMPTY_SLOT, LoRAMemoryPool
 
+from scute_kernels import table
 from scute_sglang.arena import Arena
 from scute_sglang.packing import PackedAdapter, PackedBasis
 
@@ -142,7 +142,9 @@ class ScuteMemoryPool(LoRAMemoryPool):
             return
         keep = set(uids)
         while not self._has_room(new):
-            candidates = {uid for uid, held in self._resident.items() if uid not in keep and not held.pinned}
+            candidates: set[str | None] = {
+                uid for uid, held in self._resident.items() if uid not in keep and not held.pinned
+            }
             if not candidates:
                 raise RuntimeError(f"no room for adapters {[a.name for a in new]}: the batch was not admitted")
             victim = self.eviction_policy.select_victim(candidates)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from scute_converter.normal_form import Basis, NormalForm
 from scute_kernels import table
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from scute_patches import sgl_kernel
-
 from scute_sglang import options
 
 
@@ -18,7 +17,6 @@ def register() -> None:
     # Before anything imports sgl_kernel: on a machine without CUDA it cannot load.
     sgl_kernel.install()
     from scute_patches.signatures import IncompatibleSGLangError
-
     from scute_sglang.compatibility import MODEL_SIGNATURES, check
 
     try:
@@ -26,8 +24,9 @@ def register() -> None:
     except IncompatibleSGLangError as error:
         sys.exit(f"scute-sglang: {error}")
 
-    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args
     from sglang.srt.lora.backend.lora_registry import register_lora_backend
+
+    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args
 
     @register_lora_backend(server_args.BACKEND)
     def create_scute_backend() -> type:

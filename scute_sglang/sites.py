@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
@@ -139,14 +140,15 @@ def untie_lm_head(model: nn.Module) -> None:
     head = getattr(model, "lm_head", None)
     if not isinstance(head, VocabParallelEmbedding) or isinstance(head, ParallelLMHead):
         return
+    weight: Any = head.weight
     with torch.device("meta"):
         untied = ParallelLMHead(
             head.org_vocab_size,
             head.embedding_dim,
-            params_dtype=head.weight.dtype,
+            params_dtype=weight.dtype,
             org_num_embeddings=head.org_vocab_size,
         )
-    untied.weight = head.weight
+    untied.weight = weight
     untied.quant_method = head.quant_method
     model.lm_head = untied
 

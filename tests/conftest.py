@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from adapters import RECIPES
 from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
@@ -29,9 +30,7 @@ def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="session")
-def server(
-    llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The session's server: all recipes loaded, as many slots as recipes."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     with serve(

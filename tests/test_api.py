@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import requests
+
 from adapters import Oracle
 from serving import Server
 from test_parity_server import EXACT

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from adapters import ALL, Recipe, ia3, lora, oft, vera
 from models import write_model
 from serving import cpu_arguments, cpu_environment, serve

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from adapters import RECIPES, Recipe, lora
 from serving import Server, cpu_arguments, cpu_environment, serve
 from test_parity_server import CLEAR, EXACT, compare, prompts

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from scute_converter.normal_form import Basis, Bias, NormalForm, Pair, Rotation, SharedPair
 from scute_kernels import table
-
 from scute_sglang.arena import Arena
 from scute_sglang.packing import PART_ALIGNMENT, PackedAdapter, pack_adapter, pack_basis
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from adapters import Oracle
 from serving import Server
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from adapters import ALL, Recipe, ia3, lora, oft, vera
 from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve

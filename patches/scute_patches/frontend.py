@@ -65,7 +65,7 @@ def _check(lora_path: object) -> None:
         raise ValueError(f"lora_path must be the name of an adapter, or None for the base model, not {lora_path!r}")
 
 
-def _run_program(  # noqa: PLR0917
+def _run_program(
     original: Callable[..., ProgramState],
     program: SglFunction,
     backend: Any,

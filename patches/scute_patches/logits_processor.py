@@ -14,7 +14,7 @@ from scute_patches.server_args import BACKEND
 
 def install() -> None:
     def compute_lm_head(self, hidden_states, lm_head, *args, **kwargs):
-        wrapped = isinstance(lm_head, BaseLayerWithLoRA) and lm_head.lora_backend.name == BACKEND
+        wrapped = isinstance(lm_head, BaseLayerWithLoRA) and getattr(lm_head.lora_backend, "name", None) == BACKEND
         if wrapped and not lm_head.lora_active:
             lm_head = lm_head.base_layer
         return (self, hidden_states, lm_head, *args), kwargs

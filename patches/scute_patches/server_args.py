@@ -24,10 +24,10 @@ def install(
     class StoreInEnvironment(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None) -> None:
             try:
-                parse_bytes(values)
+                parse_bytes(str(values))
             except ValueError as error:
                 parser.error(f"{option_string}: {error}")
-            os.environ[memory_variable] = values
+            os.environ[memory_variable] = str(values)
 
     def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
         for action in parser._actions:
