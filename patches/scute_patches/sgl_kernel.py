@@ -20,9 +20,9 @@ def install() -> bool:
     """Put the stand-in first on the import path, for this process and its children, where it is needed.
 
     It is needed when ``SGLANG_USE_CPU_ENGINE=1`` asks for the CPU, there is no CUDA, and the installed ``sgl_kernel``
-    raises ``ImportError``. Call it before SGLang's first import of ``sgl_kernel``; more than once does no harm. A server
-    loads the plugin, which calls it, early enough. ``sglang.Engine`` does not: call it before its first use.
-    Returns whether the stand-in is in use.
+    raises ``ImportError``. Call it before SGLang's first import of ``sgl_kernel``; more than once does no harm. A
+    server loads the plugin, which calls it, early enough; ``sglang.Engine`` loads plugins too late, so a program that
+    uses it calls ``install()`` itself. Returns whether the stand-in is in use.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") != "1" or torch.cuda.is_available():
         return False
