@@ -95,6 +95,7 @@ def cpu_arguments(dtype: str = "float32") -> list[str]:
     return [
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", dtype),
         *("--mem-fraction-static", "0.3", "--max-total-tokens", "8192"),
+        "--sleep-on-idle",  # an idle scheduler would keep a core busy
     ]
 
 

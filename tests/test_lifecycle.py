@@ -14,7 +14,7 @@ from serving import Server, cpu_arguments, cpu_environment, serve
 from test_parity_server import CLEAR, EXACT, compare, prompts
 
 SLOTS = 3
-BYTES = 60_000  # of the arena: a few of the tiny adapters, so that bytes run out as well as slots
+BYTES = 200_000  # of the arena: a few of the tiny adapters, so that bytes run out as well as slots
 
 
 @pytest.fixture(scope="module")

@@ -98,13 +98,13 @@ def lookup(max_rank: int) -> Lookup:
     return Lookup(rows=16, block_rank=_block(max_rank, 64), num_warps=4)
 
 
-def expand(rows: int, dtype: torch.dtype, max_rank: int, split: int) -> Expand:
-    """``max_rank``, ``split``: R and SPLIT of the scratch. The planes pass through the buffers of the loop too."""
+def expand(rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
+    """``max_rank``: R of the scratch. One stage: the loop over ranks is short, and the planes of the scratch would
+    fill the buffers of more."""
     decode = rows == DECODE_ROWS
     block_rank = _block(max_rank, 32 if dtype == torch.float32 else 64)
     block_out = 64 if dtype == torch.float32 else 128
-    stages = _stages(split * rows * block_rank * 4 + block_rank * block_out * dtype.itemsize, most=3)
-    return Expand(block_rank, block_out, num_warps=4 if decode or dtype == torch.float32 else 8, num_stages=stages)
+    return Expand(block_rank, block_out, num_warps=4 if decode or dtype == torch.float32 else 8, num_stages=1)
 
 
 def _block(rank: int, most: int) -> int:

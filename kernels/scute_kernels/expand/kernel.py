@@ -310,7 +310,7 @@ def expand(
     n_slices = len(slice_offsets) - 1
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
     v_split, u_split = (v.shape[0] if own else 1), (u.shape[0] if shared else 1)
-    parameters = launch.expand(tile_rows, arena.dtype, max(v_rank, u_rank), max(v_split, u_split))
+    parameters = launch.expand(tile_rows, arena.dtype, max(v_rank, u_rank))
     column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     _expand[(column_blocks, tiles.shape[0])](
         h,
