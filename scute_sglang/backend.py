@@ -265,6 +265,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         )
         output = self._rotated_base(layer, x, plan_and_memory) if rotates else base_fn()
         adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
+        x = x[:, : layer.in_features]
         own = capturing or layer.module_index in batch.needs.own
         shared = capturing or layer.module_index in batch.needs.shared
         v = u = x.new_empty(0, dtype=torch.float32)
@@ -284,8 +285,11 @@ class ScuteLoRABackend(BaseLoRABackend):
         columns that a row is not for are computed in vain.
         """
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
-        rotated = x.new_empty((n_slices, rows, x.shape[1]))
-        rotate(x, *plan_and_memory, layer.first_site, rotated)
+        real = x[:, : layer.in_features]
+        rotated = x.new_empty((n_slices, rows, real.shape[1]))
+        rotate(real, *plan_and_memory, layer.first_site, rotated)
+        if real.shape[1] != x.shape[1]:
+            rotated = torch.nn.functional.pad(rotated, (0, x.shape[1] - real.shape[1]))
         output = layer.base_linear(rotated.view(n_slices * rows, -1))
         if n_slices == 1:
             return output

@@ -8,6 +8,7 @@ SGLang, which allocate pinned offset tensors that Scute does not use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class ScuteLayer(BaseLayerWithLoRA):
     """What every wrapper adds to the wrapped layer.
 
     ``module_index``: number of this layer among the wrapped ones. ``first_site``: number of its first site.
-    ``slice_offsets``: first output column of each slice as this rank computes it, and the end.
+    ``slice_offsets``: first output column of each slice as this rank computes it, and the end. ``in_features``: how
+    many of this rank's inputs are the model's, if SGLang has padded them; ``None`` if all are.
     """
 
     lora_backend: ScuteLoRABackend
@@ -50,13 +52,13 @@ class ScuteLayer(BaseLayerWithLoRA):
         self.set_lora = True
         self.module_index = -1
         self.first_site = -1
-        offsets = [0]
-        for width in slice_widths:
-            offsets.append(offsets[-1] + width)
-        self.slice_offsets = tuple(offsets)
+        self.in_features: int | None = None
+        self.set_slices(slice_widths)
         # Arguments of SGLang's segmented-GEMM interface that Scute finds in its table instead.
-        self.lora_a = self.lora_b = self.output_offset = self._output_offset = None
-        self.lora_offsets = self.slice_offsets
+        self.lora_a = self.lora_b = self.output_offset = self._output_offset = self.lora_offsets = None
+
+    def set_slices(self, widths: list[int]) -> None:
+        self.slice_offsets = (0, *accumulate(widths))
 
     @property
     def lora_active(self) -> bool:

@@ -133,8 +133,8 @@ class ScuteLoRAManager(LoRAManager):
             parts = self._place_on_sites(name, adapter)
             self._check_payloads(name, adapter)
             measured = {
-                i: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
-                for i, part in enumerate(parts)
+                part.site.index: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
+                for part in parts
                 if part.form.deferred is not None
             }
             return adapter, parts, measured
@@ -143,17 +143,17 @@ class ScuteLoRAManager(LoRAManager):
 
         def finish() -> LoadedAdapter:
             forms, shifts = {}, {}
-            for i, part in enumerate(parts):
-                form = part.form
+            for part in parts:
+                form, index = part.form, part.site.index
                 if form.deferred is not None:
-                    total = measured[i]
-                    if part.site.input_sharded:
-                        total = torch.stack([rank[i] for rank in all_measured]).sum(dim=0)
+                    total = measured[index]
+                    if part.site.input_sharded:  # each rank has measured its share, or has none
+                        total = torch.stack([rank[index] for rank in all_measured if index in rank]).sum(dim=0)
                     form = form.deferred.resolve(form, total)
                 shift = output_shift(name, part.site, form)
                 if shift is not None:
-                    shifts[part.site.index] = shift
-                forms[part.site.index] = form
+                    shifts[index] = shift
+                forms[index] = form
             return self._pack(lora_ref, adapter, parts, forms, shifts)
 
         loaded, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())
@@ -222,6 +222,8 @@ class ScuteLoRAManager(LoRAManager):
             projection = self.site_map.projections[path]
             check_form(name, projection, form, self.max_lora_rank)
             for site in projection.sites:
+                if site.rows[0] == site.rows[1] or site.cols[0] == site.cols[1]:
+                    continue  # this rank computes only padding of this projection
                 # A slice of a projection that Hugging Face fuses reads its shared basis further down than the table's
                 # origin of the site says.
                 first_row = site.rows[0] - self.site_map.sites[site.index].rows[0]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from itertools import pairwise
 
 from scute_patches import sgl_kernel
 from scute_sglang import options
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Register the backend ``scute`` and hook the few places of SGLang that it needs.
 
     With any other ``--lora-backend`` SGLang behaves as if Scute were not installed. If a hooked symbol is not what
-    Scute was written for, the process stops with one readable line: SGLang would only log a plugin's error and go on.
+    Scute was written for, nothing is hooked, and asking for the backend stops the start with one readable line.
     """
     # Before anything imports sgl_kernel: on a machine without CUDA it cannot load.
     sgl_kernel.install()
@@ -22,7 +26,8 @@ def register() -> None:
     try:
         check()
     except IncompatibleSGLangError as error:
-        sys.exit(f"scute-sglang: {error}")
+        refuse(error)
+        return
 
     from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
@@ -50,3 +55,11 @@ def register() -> None:
     model_runner.install(manager_class)
     decode_cuda_graph_runner.install("rotate")
     logits_processor.install()
+
+
+def refuse(error: Exception) -> None:
+    """Stop this process if it was asked for Scute; SGLang itself would only log a plugin's error and go on."""
+    arguments = " ".join(sys.argv[1:]).replace("=", " ").split()
+    if ("--lora-backend", "scute") in pairwise(arguments):
+        sys.exit(f"scute-sglang: {error}")
+    logger.warning("Scute is off: %s", error)

@@ -9,11 +9,12 @@ ranges of one projection.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.lora.utils import auto_detect_lora_target_modules, get_normalized_target_modules
 from torch import nn
 
 from scute_sglang.layers import (
@@ -26,8 +27,14 @@ from scute_sglang.layers import (
     wrap,
 )
 
+# Multi-head latent attention multiplies by this weight inside its own kernels, past any wrapper.
+NOT_SERVED = frozenset({"kv_b_proj"})
+
 # How Hugging Face names the slices of the modules that SGLang fuses.
 SLICE_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+# ``model_type`` of the families whose linear layers are the seven split projections and the head, and nothing else.
+KNOWN_LINEAR_LAYERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
 
 Range = tuple[int, int]
 
@@ -69,7 +76,7 @@ class Site:
 class Projection:
     """A Hugging Face projection: its full sizes, and its sites (several if Hugging Face fuses it too).
 
-    ``slice_rows``: for each site, which rows of the projection (full sizes) its slice stands for.
+    ``fused``: whether it is a module of SGLang's that other projections are slices of.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Projection:
     out_features: int
     sites: tuple[Site, ...]
     embedding: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,15 @@ class SiteMap:
     projections: dict[str, Projection]
     layers: tuple[ScuteLayer, ...]
     sites: tuple[Site, ...]
+    family: str
 
     def base_shapes(self) -> dict[str, tuple[int, int]]:
-        """``(out, in)`` of every linear projection by Hugging Face name, in the order of ``named_modules()``."""
-        return {name: (p.out_features, p.in_features) for name, p in self.projections.items() if not p.embedding}
+        """``(out, in)`` of every linear projection by Hugging Face name, in the order of ``named_modules()``; empty if
+        it is not certain that these are all the linear layers of the Hugging Face model."""
+        if self.family not in KNOWN_LINEAR_LAYERS:
+            return {}
+        named = {name: p for name, p in self.projections.items() if not p.embedding and not p.fused}
+        return {name: (p.out_features, p.in_features) for name, p in named.items()}
 
     def nearest(self, name: str) -> str:
         """The known projection that ``name`` most likely means."""
@@ -106,6 +119,7 @@ def wrap_model(model: nn.Module, lora_backend) -> SiteMap:
     an adapter that names them is refused at load.
     """
     untie_lm_head(model)
+    targets = auto_detect_lora_target_modules(model) - NOT_SERVED
     layers: list[ScuteLayer] = []
     sites: list[Site] = []
     projections: dict[str, Projection] = {}
@@ -117,6 +131,8 @@ def wrap_model(model: nn.Module, lora_backend) -> SiteMap:
             continue
         if is_vocabulary == (".layers." in f".{name}."):
             continue  # decoder layers only, and the vocabulary's two ends
+        if not targets & {leaf, ".".join(name.split(".")[-2:]), *get_normalized_target_modules([leaf])}:
+            continue  # a router, say, whose attributes models read
         wrapped = wrap(module, lora_backend)
         if wrapped is None:
             continue
@@ -124,10 +140,11 @@ def wrap_model(model: nn.Module, lora_backend) -> SiteMap:
         wrapped.first_site = len(sites)
         model.set_submodule(name, wrapped)
         layers.append(wrapped)
-        for projection in _projections(name, wrapped, len(sites)):
-            projections[projection.name] = projection
-            sites.extend(site for site in projection.sites if site.index >= len(sites))
-    return SiteMap(projections, tuple(layers), tuple(sites))
+        found, of_layer = _projections(name, wrapped, len(sites), getattr(model, "config", None))
+        projections.update((projection.name, projection) for projection in found)
+        sites.extend(of_layer)
+    family = str(getattr(getattr(model, "config", None), "model_type", ""))
+    return SiteMap(projections, tuple(layers), tuple(sites), family)
 
 
 def untie_lm_head(model: nn.Module) -> None:
@@ -153,49 +170,98 @@ def untie_lm_head(model: nn.Module) -> None:
     model.lm_head = untied
 
 
-def _projections(name: str, layer: ScuteLayer, first_site: int) -> list[Projection]:
+def _projections(name: str, layer: ScuteLayer, first_site: int, config: Any) -> tuple[list[Projection], list[Site]]:
+    """The projections that a wrapped layer computes, and its sites in the order of their numbers."""
     base = layer.base_layer
+    parent, _, leaf = name.rpartition(".")
     if isinstance(layer, ScuteVocabParallelEmbedding):
         rows, cols = (0, base.embedding_dim), (0, base.org_vocab_size)
         site = Site(first_site, layer, rows, cols, rows)
-        return [Projection(name, cols[1], rows[1], (site,), embedding=True)]
+        return [Projection(name, cols[1], rows[1], (site,), embedding=True)], [site]
     if isinstance(layer, ScuteParallelLMHead):
         shard = base.shard_indices
         rows = (shard.org_vocab_start_index, shard.org_vocab_end_index)
         site = Site(first_site, layer, rows, (0, base.embedding_dim), (0, rows[1] - rows[0]))
-        return [Projection(name, base.embedding_dim, base.org_vocab_size, (site,))]
+        return [Projection(name, base.embedding_dim, base.org_vocab_size, (site,))], [site]
     if isinstance(layer, ScuteRowParallelLinear):
         rank, size = get_group_rank_size(base.tp_group)
         width = base.input_size_per_partition
-        rows, cols = (0, base.output_size), (rank * width, (rank + 1) * width)
-        site = Site(first_site, layer, rows, cols, rows, input_sharded=size > 1)
-        return [Projection(name, base.input_size, base.output_size, (site,))]
+        in_features = _unpadded(base.input_size, "o_proj" if leaf == "o_proj" else "mlp", config)
+        cols = _clip((rank * width, (rank + 1) * width), in_features)
+        layer.in_features = cols[1] - cols[0]
+        site = Site(first_site, layer, (0, base.output_size), cols, (0, base.output_size), input_sharded=size > 1)
+        return [Projection(name, in_features, base.output_size, (site,))], [site]
 
-    full, shards = _column_shards(layer)
+    # The slices of a column-parallel layer, each with the padding that SGLang may have put behind it.
+    names = SLICE_NAMES.get(leaf, (leaf,))
+    padded, shards = _column_shards(layer)
+    if len(names) != len(padded):
+        names = (leaf,) * len(padded)  # fused in a way that only Hugging Face's own fused module can name
+    kinds = [part if part in _PADDED_UNITS else "mlp" for part in names]
+    full = [_unpadded(width, kind, config) for width, kind in zip(padded, kinds, strict=True)]
+    widths: list[int] = []
+    real: list[tuple[int, Range]] = []  # slice number and rows of each slice that is not padding
+    for width, shard in zip(full, shards, strict=True):
+        rows = _clip(shard, width)
+        real.append((len(widths), rows))
+        widths.append(rows[1] - rows[0])
+        if (padding := shard[1] - shard[0] - widths[-1]) > 0:
+            widths.append(padding)
+    layer.set_slices(widths)
     sites = [
-        Site(first_site + i, layer, shard, (0, base.input_size), (layer.slice_offsets[i], layer.slice_offsets[i + 1]))
-        for i, shard in enumerate(shards)
+        Site(
+            first_site + i,
+            layer,
+            (0, width),
+            (0, base.input_size),
+            (layer.slice_offsets[i], layer.slice_offsets[i + 1]),
+        )
+        for i, width in enumerate(widths)
     ]
-    parent, _, leaf = name.rpartition(".")
-    names = SLICE_NAMES.get(leaf, ())
-    if len(names) != len(sites):
-        names = (leaf,) if len(sites) == 1 else ()
-    found = [
-        Projection(f"{parent}.{part}", base.input_size, width, (site,))
-        for part, width, site in zip(names, full, sites, strict=bool(names))
-    ]
-    if len(sites) > 1:  # the module as a whole, as models name it that Hugging Face fuses too
+    for i, rows in real:
+        sites[i] = replace(sites[i], rows=rows)
+
+    found = []
+    if len(set(names)) == len(names):
+        found += [
+            Projection(f"{parent}.{part}", base.input_size, width, (sites[i],))
+            for part, width, (i, _) in zip(names, full, real, strict=True)
+        ]
+    if len(real) > 1:  # the module as a whole, as models name it that Hugging Face fuses too
         start, whole = 0, []
-        for site, width in zip(sites, full, strict=True):
-            rows = (start + site.rows[0], start + site.rows[1])
-            whole.append(Site(site.index, layer, rows, site.cols, site.local_rows))
+        for width, (i, rows) in zip(full, real, strict=True):
+            whole.append(replace(sites[i], rows=(start + rows[0], start + rows[1])))
             start += width
-        found.append(Projection(name, base.input_size, start, tuple(whole)))
-    return found
+        found.append(Projection(name, base.input_size, start, tuple(whole), fused=True))
+    return found, sites
+
+
+# On a CPU SGLang pads heads and MLPs that do not divide among the ranks (``adjust_config_with_unaligned_cpu_tp``), and
+# keeps the sizes of the checkpoint under another name: projection to (padded, original) field of the config.
+_PADDED_UNITS = {
+    "q_proj": ("num_attention_heads", "original_num_attention_heads"),
+    "o_proj": ("num_attention_heads", "original_num_attention_heads"),
+    "k_proj": ("num_key_value_heads", "original_total_num_kv_heads"),
+    "v_proj": ("num_key_value_heads", "original_total_num_kv_heads"),
+    "mlp": ("intermediate_size", "original_intermediate_size"),
+}
+
+
+def _unpadded(width: int, kind: str, config: Any) -> int:
+    """The width in the checkpoint of a projection that SGLang computes ``width`` wide. ``kind``: key of the table."""
+    padded_field, original_field = _PADDED_UNITS[kind]
+    padded, original = getattr(config, padded_field, None), getattr(config, original_field, None)
+    if not padded or not original or width % padded or (kind == "mlp" and width != padded):
+        return width
+    return width // padded * original
+
+
+def _clip(features: Range, end: int) -> Range:
+    return min(features[0], end), min(features[1], end)
 
 
 def _column_shards(layer: ScuteLayer) -> tuple[list[int], list[Range]]:
-    """Full output width of each slice, and the rows of it that this rank computes."""
+    """Full output width of each slice as SGLang computes it, and the rows of it that are this rank's."""
     base = layer.base_layer
     if isinstance(layer, ScuteQKVParallelLinear):
         rank, _ = get_group_rank_size(base.tp_group)
