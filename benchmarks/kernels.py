@@ -88,7 +88,8 @@ class Bench:
         self.common = (*plan_arguments, self.arena, self.table, self.bases, self.origins)
 
         max_rank = max(method.rank, method.basis_rank)
-        split = launch.shrink_split(self.rows, module.in_features, self.n_slices, max_rank) if max_rank else 1
+        shape = (self.rows, plan.tile_rows, module.in_features, self.n_slices)
+        split = launch.shrink_split(*shape, max_rank) if max_rank else 1
         self.x = torch.randn(self.rows, module.in_features, dtype=dtype, device="cuda")
         self.h = torch.randn(self.rows, self.offsets[-1], dtype=dtype, device="cuda")
         self.v = torch.zeros(split, self.rows, self.n_slices, method.rank, device="cuda")

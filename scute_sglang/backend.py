@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,41 +22,55 @@ from scute_kernels.lookup import lookup
 from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan
 from scute_kernels.rotate import rotate
 from scute_kernels.shrink import shrink
+from scute_patches.decode_cuda_graph_runner import ROTATE_VARIANT
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
     from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
     from scute_sglang.sites import SiteMap
 
-ROTATE_VARIANT = "rotate"  # label of the decode graph for batches in which an adapter transforms inputs
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What the adapters of a batch need at each wrapped layer, by ``module_index``."""
-
-    touched: frozenset[int]  # any part
-    own: frozenset[int]  # own pairs
-    shared: frozenset[int]  # pairs of a shared basis
-    rotated: frozenset[int]  # input transforms
-
-
-NOTHING = Needs(frozenset(), frozenset(), frozenset(), frozenset())
-
 
 @dataclass
 class Batch:
     """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
 
-    ``max_rank``: the rank stride of the scratch. ``has_active_lora``, ``is_prefill``: SGLang reads and sets them.
+    ``adapters``: those of its requests. ``has_active_lora``, ``is_prefill``, ``use_cuda_graph``: SGLang reads them.
+    What an eager forward needs is worked out when its first layer asks; a replayed decode graph never does.
     """
 
     plan: BatchPlan
-    needs: Needs
-    max_rank: int
+    adapters: list[LoadedAdapter]
     use_cuda_graph: bool
-    has_active_lora: bool
     is_prefill: bool
+
+    @property
+    def has_active_lora(self) -> bool:
+        return bool(self.adapters)
+
+    @cached_property
+    def touched(self) -> frozenset[int]:
+        """Layers (``module_index``) at which an adapter has any part."""
+        return frozenset().union(*(adapter.touched for adapter in self.adapters))
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """Layers at which an adapter has an own pair."""
+        return frozenset().union(*(adapter.own for adapter in self.adapters))
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """Layers at which an adapter has a pair of a shared basis."""
+        return frozenset().union(*(adapter.shared for adapter in self.adapters))
+
+    @cached_property
+    def rotated(self) -> frozenset[int]:
+        """Layers whose inputs an adapter transforms."""
+        return frozenset().union(*(adapter.rotated for adapter in self.adapters))
+
+    @cached_property
+    def max_rank(self) -> int:
+        """The largest rank of a pair: the rank stride of an eager forward's scratch."""
+        return max(adapter.max_rank for adapter in self.adapters)
 
 
 @dataclass(frozen=True)
@@ -90,12 +105,6 @@ class ScuteLoRABackend(BaseLoRABackend):
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool, self.max_rank = site_map, pool, max_rank
-        self._needs_by_slots: dict[frozenset[int], tuple[Needs, int]] = {}
-        self._needs_version = -1
-        self._module_of_site = [0] * len(site_map.sites)
-        for layer in site_map.layers:
-            for i in range(len(layer.slice_offsets) - 1):
-                self._module_of_site[layer.first_site + i] = layer.module_index
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -118,8 +127,6 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Plan the forward. ``slots``: of each request, ``-1`` for the base model. One copy to the device, into the
         static plan of the graph family if one replays, else into a new one."""
         counts = row_counts(forward_batch)
-        active = any(slot >= 0 for slot in slots)
-        graph = decode_graph or prefill_graph
         if decode_graph:
             assert self._decode_plan is not None
             plan = self._fill(slots, counts, self._decode_rows, self._decode_plan)
@@ -128,14 +135,11 @@ class ScuteLoRABackend(BaseLoRABackend):
             plan = self._fill(slots, counts, self.prefill_cuda_graph_max_tokens, self._prefill_plan)
         else:
             plan = self._fill(slots, counts, sum(counts))
-        needs, rank = self._needs(frozenset(slot for slot in slots if slot >= 0))
         mode = forward_batch.forward_mode
         self.batch_info = Batch(
             plan=plan,
-            needs=needs,
-            max_rank=self.max_rank if graph else rank,
-            use_cuda_graph=graph,
-            has_active_lora=active,
+            adapters=[self.pool.resident(slot) for slot in set(slots) if slot >= 0],
+            use_cuda_graph=decode_graph or prefill_graph,
             is_prefill=mode.is_extend() and not mode.is_cuda_graph(),
         )
         self._prepare_head(forward_batch, slots)
@@ -143,10 +147,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     def _fill(
         self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None
     ) -> BatchPlan:
-        groups = [-1] * self.max_loras_per_batch
-        for slot in set(slots):
-            if slot >= 0:
-                groups[slot] = self.pool.group(slot)
+        groups = self.pool.groups({slot for slot in slots if slot >= 0})
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         build_plan(slots, counts, groups, rows, out=host)
@@ -156,35 +157,11 @@ class ScuteLoRABackend(BaseLoRABackend):
             into.copy_(host, non_blocking=True)
         return view_plan(into, rows)
 
-    def _needs(self, slots: frozenset[int]) -> tuple[Needs, int]:
-        """What the adapters in these slots need, and their largest rank; remembered until a slot changes."""
-        if not slots:
-            return NOTHING, 0
-        if self._needs_version != self.pool.version:
-            self._needs_by_slots.clear()
-            self._needs_version = self.pool.version
-        if slots not in self._needs_by_slots:
-            self._needs_by_slots[slots] = self._work_out_needs([self.pool.resident(slot) for slot in slots])
-        return self._needs_by_slots[slots]
-
-    def _work_out_needs(self, adapters: list[LoadedAdapter]) -> tuple[Needs, int]:
-        def modules(masks: list[torch.Tensor]) -> frozenset[int]:
-            sites = torch.stack(masks).any(dim=0).nonzero().flatten().tolist()
-            return frozenset(self._module_of_site[site] for site in sites)
-
-        needs = Needs(
-            touched=modules([adapter.touched for adapter in adapters]),
-            own=modules([adapter.own for adapter in adapters]),
-            shared=modules([adapter.shared for adapter in adapters]),
-            rotated=modules([adapter.rotated for adapter in adapters]),
-        )
-        return needs, max(adapter.max_rank for adapter in adapters)
-
     def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:
         """Plans for the pruned rows of the output head, whole and per pass, if an adapter of the batch adapts it."""
         self.lm_head_batch_info = self.lm_head_pass_batch_infos = self._lm_head_pass_idx = None
         pruned = get_lm_head_pruned_lens(forward_batch)
-        if pruned is None or not self._adapts_head():
+        if pruned is None or not self.touches(self.site_map.head):
             return
         self.lm_head_batch_info = HeadBatch(self._fill(slots, pruned, sum(pruned)), sum(pruned))
         pass_rows = envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
@@ -194,17 +171,9 @@ class ScuteLoRABackend(BaseLoRABackend):
                 HeadBatch(self._fill(owners, lengths, sum(lengths)), sum(lengths)) for owners, lengths in segments
             ]
 
-    def _adapts_head(self) -> bool:
-        from scute_sglang.layers import ScuteParallelLMHead
-
-        return any(
-            isinstance(layer, ScuteParallelLMHead) and self.touches(layer.module_index)
-            for layer in self.site_map.layers
-        )
-
     def touches(self, module_index: int) -> bool:
         """Whether an adapter of the current batch has any part at the layer."""
-        return self.batch_info is not None and module_index in self.batch_info.needs.touched
+        return self.batch_info is not None and module_index in self.batch_info.touched
 
     # --- the layers ------------------------------------------------------------------------------------------------
 
@@ -227,23 +196,30 @@ class ScuteLoRABackend(BaseLoRABackend):
         Every part is applied before the reduction: scales commute with it, low-rank parts are partial sums like the
         base's own, and shifts are stored on one rank only. So there is one all-reduce, as without adapters.
         """
-        batch = self.batch_info
-        assert batch is not None
-        if kind is DenseLoraKind.LM_HEAD and pruned_batch_info is None and batch.is_prefill:
-            return base_fn()  # a graph capture of the model's body; its head runs outside the graph
-        plan = batch.plan if pruned_batch_info is None else pruned_batch_info.plan
-        output = self._adapted(layer, x, base_fn, plan, batch, kind)
+        output = self.adapted(
+            layer,
+            x,
+            lambda rows: base_fn() if rows is x else layer.base_linear(rows),
+            pruned_batch_info,
+            embedding=kind is DenseLoraKind.EMBEDDING,
+        )
         return output if all_reduce is None else all_reduce(output)
 
-    def _adapted(
+    def adapted(
         self,
         layer: ScuteLayer,
         x: torch.Tensor,
-        base_fn: Callable[[], torch.Tensor],
-        plan: BatchPlan,
-        batch: Batch,
-        kind: DenseLoraKind | str,
+        base: Callable[[torch.Tensor], torch.Tensor],
+        pruned: HeadBatch | None,
+        embedding: bool = False,
     ) -> torch.Tensor:
+        """``base`` of the (transformed) inputs with every part of the batch's adapters applied, before any reduction.
+
+        ``pruned``: the plan of the output head's rows, if ``x`` are those and not the batch's.
+        """
+        batch = self.batch_info
+        assert batch is not None
+        plan = batch.plan if pruned is None else pruned.plan
         # A graph serves every later batch of its variant, so it holds every operator of it; an eager forward runs only
         # what its adapters need here.
         capturing = get_is_capture_mode()
@@ -253,24 +229,22 @@ class ScuteLoRABackend(BaseLoRABackend):
         memory = (self.pool.arena.tensor, self.pool.table, self.pool.bases, self.pool.origins)
         plan_and_memory = (live.row_slot, live.order, live.tiles, live.tile_rows, *memory)
 
-        if kind is DenseLoraKind.EMBEDDING:
-            output = base_fn()
+        if embedding:
+            output = base(x)
             v = x.new_empty((1, rows, 1, max_rank), dtype=torch.float32)
             lookup(x, *plan_and_memory, layer.first_site, layer.vocab_size, v)
             expand(output, v, v.new_empty(0), *plan_and_memory, layer.first_site, list(layer.slice_offsets))
             return output
 
-        rotates = (
-            get_capture_lora_variant() == ROTATE_VARIANT if capturing else layer.module_index in batch.needs.rotated
-        )
-        output = self._rotated_base(layer, x, plan_and_memory) if rotates else base_fn()
+        rotates = get_capture_lora_variant() == ROTATE_VARIANT if capturing else layer.module_index in batch.rotated
+        output = self._rotated_base(layer, x, base, plan_and_memory) if rotates else base(x)
         adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
         x = x[:, : layer.in_features]
-        own = capturing or layer.module_index in batch.needs.own
-        shared = capturing or layer.module_index in batch.needs.shared
+        own = capturing or layer.module_index in batch.own
+        shared = capturing or layer.module_index in batch.shared
         v = u = x.new_empty(0, dtype=torch.float32)
         if own or shared:
-            split = shrink_split(rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
+            split = shrink_split(rows, plan.tile_rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
             scratch = (split, rows, n_slices, max_rank)
             v = x.new_empty(scratch if own else 0, dtype=torch.float32)
             u = x.new_empty(scratch if shared else 0, dtype=torch.float32)
@@ -278,19 +252,22 @@ class ScuteLoRABackend(BaseLoRABackend):
         expand(adapted, v, u, *plan_and_memory, layer.first_site, list(layer.slice_offsets))
         return output
 
-    def _rotated_base(self, layer: ScuteLayer, x: torch.Tensor, plan_and_memory: tuple) -> torch.Tensor:
-        """The base layer on the transformed inputs. Each slice has its own, so each is computed from its own.
-
-        Decode: the inputs of all slices are rows of one base GEMM, which reads the weight once. Prefill: likewise; the
-        columns that a row is not for are computed in vain.
-        """
+    def _rotated_base(
+        self,
+        layer: ScuteLayer,
+        x: torch.Tensor,
+        base: Callable[[torch.Tensor], torch.Tensor],
+        plan_and_memory: tuple,
+    ) -> torch.Tensor:
+        """The base layer on the transformed inputs. Each slice has its own, so the inputs of all slices are rows of one
+        base GEMM, which reads the weight once; the columns that a row is not for are computed in vain."""
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         real = x[:, : layer.in_features]
         rotated = x.new_empty((n_slices, rows, real.shape[1]))
         rotate(real, *plan_and_memory, layer.first_site, rotated)
         if real.shape[1] != x.shape[1]:
             rotated = torch.nn.functional.pad(rotated, (0, x.shape[1] - real.shape[1]))
-        output = layer.base_linear(rotated.view(n_slices * rows, -1))
+        output = base(rotated.view(n_slices * rows, -1))
         if n_slices == 1:
             return output
         wide = output.view(n_slices, rows, -1)

@@ -9,6 +9,7 @@ from scute_patches.signatures import SGLANG_VERSION, IncompatibleSGLangError, re
 _LAYERS = "sglang.srt.lora.layers"
 _MANAGER = "sglang.srt.lora.lora_manager.LoRAManager"
 _BACKEND = "sglang.srt.lora.backend.base_backend.BaseLoRABackend"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _DECODE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 # The cheap ones: importing them loads no model layers, so that every process can check them.
@@ -82,6 +83,16 @@ MODEL_SIGNATURES: dict[str, tuple[str, ...]] = {
         "attention_variant",
     ),
     f"{_DECODE}._resolve_lora_variant": ("self", "forward_batch"),
+    f"{_UPDATER}.update_weights_from_disk": (
+        "self",
+        "model_path",
+        "load_format",
+        "weight_name_filter",
+        "recapture_cuda_graph",
+    ),
+    f"{_UPDATER}.load_weights_from_distributed": ("self", "named_tensors"),
+    f"{_UPDATER}.update_weights_from_tensor": ("self", "named_tensors", "load_format"),
+    f"{_UPDATER}.update_weights_from_ipc": ("self", "recv_req"),
 }
 
 

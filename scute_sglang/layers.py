@@ -113,6 +113,7 @@ class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
     """The embedding; SGLang reduces its output before the adapter is added, so every rank holds whole adapter parts."""
 
     new_embeddings_buffer = embedding_A_buffer = embedding_B_buffer = None
+    tied_head: ScuteParallelLMHead | None = None
 
     def __init__(self, base_layer: VocabParallelEmbedding, lora_backend: ScuteLoRABackend) -> None:
         super().__init__(base_layer, lora_backend, [base_layer.embedding_dim])
@@ -120,6 +121,18 @@ class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         return super().forward(input_) if self.lora_active else self.base_layer.forward(input_)
+
+    def tie(self, head: ScuteParallelLMHead) -> None:
+        """Let ``head``, over the same weight, stand for this embedding where SGLang uses it as the output head."""
+        self.__dict__["tied_head"] = head  # no submodule: the model's own list of parameters stays as it is
+
+    def logits(self, hidden: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """As of the output head that is tied to it."""
+        return base(hidden) if self.tied_head is None else self.tied_head.logits(hidden, base)
+
+    # SGLang calls these on what it uses as the head, before and after a pass over some of the rows.
+    set_lm_head_pass = ParallelLMHeadWithLoRA.set_lm_head_pass
+    reset_lm_head_pass = ParallelLMHeadWithLoRA.reset_lm_head_pass
 
 
 class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
@@ -131,8 +144,22 @@ class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
         super().__init__(base_layer, lora_backend, [base_layer.shard_indices.num_org_elements])
         self.vocab_size = base_layer.org_vocab_size
 
+    @property
+    def lora_active(self) -> bool:
+        """As of any layer, but for the head of an extend batch, which runs outside the graphs even when they replay."""
+        batch = self.lora_backend.batch_info
+        if batch is not None and batch.is_prefill:
+            return self.lora_backend.touches(self.module_index)
+        return super().lora_active
+
     def base_linear(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.base_layer.weight, getattr(self.base_layer, "bias", None))
+
+    def logits(self, hidden: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Logits of ``hidden (rows, in)``; ``base``: how SGLang computes them without adapters."""
+        if not self.lora_active:
+            return base(hidden)
+        return self.lora_backend.adapted(self, hidden, base, self._get_lm_head_batch_info(hidden.shape[0]))
 
 
 # Subclasses before their bases: the first match wraps a layer.

@@ -20,7 +20,7 @@ from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
 from scute_sglang import options
 from scute_sglang.backend import ScuteLoRABackend
-from scute_sglang.memory_pool import Group, LoadedAdapter, ScuteMemoryPool
+from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
 from scute_sglang.sites import Projection, Site, wrap_model
 from scute_sglang.weights import weight_as_served
@@ -156,19 +156,26 @@ class ScuteLoRAManager(LoRAManager):
                 forms[index] = form
             return self._pack(lora_ref, adapter, parts, forms, shifts)
 
-        loaded, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())
+        packed, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())
         # Every rank accounts for the largest shard, so that all of them admit and evict alike.
-        loaded = with_block_size(loaded, max(sizes))
-        if not self.memory_pool.admits([loaded.uid], {loaded.uid: loaded}):
-            needed = sum(map(self.memory_pool.arena.footprint, loaded.blocks.values()))
-            raise ValueError(
-                f"adapter {name} needs {needed} bytes of adapter memory beside the pinned adapters, but the arena has "
-                f"{self.memory_pool.arena.capacity}: raise {options.MEMORY_FLAG} or unpin another adapter"
-            )
+        loaded, _ = self._on_all_ranks(lambda: with_block_size(packed, max(sizes)), share=lambda _: None)
+        self._check_room(loaded)
         for note in adapter.notes:
             logger.warning("adapter %s: %s", name, note)
         logger.info("adapter %s: %s, %d bytes on this rank", name, adapter.method, loaded.packed.block.nbytes)
         return loaded
+
+    def _check_room(self, adapter: LoadedAdapter) -> None:
+        """Raises ``ValueError`` unless this adapter, and every other beside it if it is pinned, can ever run."""
+        loaded = {**self.loras, adapter.uid: adapter}
+        for other in loaded.values() if adapter.pinned else [adapter]:
+            if not self.memory_pool.admits([other.uid], loaded):
+                needed = sum(map(self.memory_pool.arena.footprint, other.blocks.values()))
+                raise ValueError(
+                    f"adapter {adapter.name}: no room for {needed} bytes of {other.name} beside the pinned adapters in "
+                    f"{self.memory_pool.arena.capacity} bytes of adapter memory and {self.max_loras_per_batch} slots: "
+                    f"raise {options.MEMORY_FLAG} or --max-loras-per-batch, or pin fewer adapters"
+                )
 
     def _on_all_ranks(
         self, work: Callable[[], Result], share: Callable[[Result], Shared]
@@ -282,7 +289,8 @@ class ScuteLoRAManager(LoRAManager):
             for site in projection.sites:
                 site_names[site.index] = path
         packed = pack_adapter(name, forms, shifts, site_names, self.dtype)
-        bases = {key: self._packed_basis(key, adapter) for key, _ in views.values()}
+        # All of them even if this rank computes none of their projections: ranks must account alike.
+        bases = {key: self._packed_basis(key, adapter) for key in adapter.bases}
         return LoadedAdapter(
             uid=lora_ref.lora_id,
             name=name,
@@ -290,7 +298,7 @@ class ScuteLoRAManager(LoRAManager):
             packed=packed,
             bases=bases,
             basis_views=views,
-            group=Group.of(packed),
+            module_of_site=self.site_map.module_of_site,
             pinned=bool(lora_ref.pinned),
         )
 
@@ -327,7 +335,7 @@ class ScuteLoRAManager(LoRAManager):
     def rotates(self, forward_batch: ForwardBatch) -> bool:
         """Whether an adapter of the batch transforms inputs."""
         uids = {uid for uid in forward_batch.lora_ids or [] if uid is not None}
-        return any(bool(self.loras[uid].rotated.any()) for uid in uids)
+        return any(self.loras[uid].rotated for uid in uids)
 
 
 def check_form(name: str, projection: Projection, form: NormalForm, max_rank: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from sglang.srt.lora.eviction_policy import get_eviction_policy
@@ -22,7 +23,7 @@ class LoadedAdapter:
 
     ``uid``: SGLang's ``lora_id``. ``bases``: the shared bases that it reads, by arena key. ``basis_views``: for each
     key in ``packed.bases``, the arena key of the basis and the first row of the projection that the view stands for.
-    ``group``: see ``Group``. ``pinned``: never evicted.
+    ``module_of_site``: the wrapped layer (``module_index``) of each site. ``pinned``: never evicted.
     """
 
     uid: str
@@ -31,54 +32,59 @@ class LoadedAdapter:
     packed: PackedAdapter
     bases: Mapping[str, PackedBasis]
     basis_views: Mapping[str, tuple[str, int]]
-    group: Group
+    module_of_site: Sequence[int]
     pinned: bool = False
-    own: torch.Tensor = field(init=False)  # (sites,) bool: sites with an own pair
-    shared: torch.Tensor = field(init=False)  # (sites,) bool: sites with a pair of a shared basis
-    touched: torch.Tensor = field(init=False)  # (sites,) bool: sites with any part
-    rotated: torch.Tensor = field(init=False)  # (sites,) bool: sites with an input transform
-    max_rank: int = field(init=False)  # of any pair, own or shared
 
-    def __post_init__(self) -> None:
+    def _layers(self, sites: torch.Tensor) -> frozenset[int]:
+        return frozenset(self.module_of_site[site] for site in sites.nonzero().flatten().tolist())
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """Layers at which it has an own pair."""
+        return self._layers(self.packed.rows[:, table.RANK] > 0)
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """Layers at which it has a pair of a shared basis."""
+        return self._layers(self.packed.rows[:, table.BASIS] >= 0)
+
+    @cached_property
+    def rotated(self) -> frozenset[int]:
+        """Layers whose inputs it transforms."""
+        return self._layers(self.packed.rows[:, table.BLOCK] > 0)
+
+    @cached_property
+    def touched(self) -> frozenset[int]:
+        """Layers at which it has any part."""
         rows = self.packed.rows
-        own, shared = rows[:, table.RANK] > 0, rows[:, table.BASIS] >= 0
-        rotated = rows[:, table.BLOCK] > 0
-        ranks = [int(rows[:, table.RANK].max()), *(int(basis.row[table.BASIS_RANK]) for basis in self.bases.values())]
-        for name, value in {
-            "own": own,
-            "shared": shared,
-            "rotated": rotated,
-            "touched": own | shared | rotated | (rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0),
-            "max_rank": max(ranks),
-        }.items():
-            object.__setattr__(self, name, value)  # the class is frozen
+        vectors = self._layers((rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0))
+        return self.own | self.shared | self.rotated | vectors
+
+    @cached_property
+    def max_rank(self) -> int:
+        """Of any pair, own or shared."""
+        shared = [int(basis.row[table.BASIS_RANK]) for basis in self.bases.values()]
+        return max(int(self.packed.rows[:, table.RANK].max()), *shared, 0)
+
+    @cached_property
+    def group(self) -> Hashable | None:
+        """Adapters with equal groups may share tiles of the batch plan; ``None``: it shares with no other.
+
+        They must have no own pairs and, wherever they have a shared one, the same basis. A rotation with blocks is read
+        once for a tile of one adapter, so those share neither.
+        """
+        rows, bases = self.packed.rows, self.packed.bases
+        if (rows[:, table.RANK] > 0).any() or (rows[:, table.BLOCK] > 1).any():
+            return None
+        if len(bases) <= 1:
+            return bases
+        sites = (rows[:, table.BASIS] >= 0).nonzero().flatten().tolist()
+        return tuple((site, bases[int(rows[site, table.BASIS])]) for site in sites)
 
     @property
     def blocks(self) -> dict[str, int]:
         """The arena blocks it needs: key to elements."""
         return {self.uid: self.packed.block.numel(), **{key: b.block.numel() for key, b in self.bases.items()}}
-
-
-@dataclass(frozen=True)
-class Group:
-    """Which rows may share a tile of the batch plan with rows of other adapters.
-
-    ``key``: adapters with equal keys may share; ``None``: the adapter has own pairs or rotations, and shares with none.
-    """
-
-    key: tuple[tuple[int, str], ...] | str | None
-
-    @staticmethod
-    def of(packed: PackedAdapter) -> Group:
-        rows = packed.rows
-        if (rows[:, table.RANK] > 0).any() or (rows[:, table.BLOCK] > 1).any():
-            return Group(None)
-        if not packed.bases:
-            return Group("vectors")
-        if len(packed.bases) == 1:
-            return Group(packed.bases[0])
-        sites = (rows[:, table.BASIS] >= 0).nonzero().flatten().tolist()
-        return Group(tuple((site, packed.bases[int(rows[site, table.BASIS])]) for site in sites))
 
 
 class ScuteMemoryPool(LoRAMemoryPool):
@@ -113,25 +119,16 @@ class ScuteMemoryPool(LoRAMemoryPool):
         self.bases = torch.zeros(
             (max(INITIAL_BASIS_ROWS, 4 * max_loras_per_batch), table.BASIS_FIELDS), dtype=torch.int64, device=device
         )
-        self.version = 0  # changes whenever a slot does
         self._basis_rows: dict[str, int] = {}
         self._resident: dict[str, LoadedAdapter] = {}
-        self._groups: dict[Group, int] = {}
-
-    def can_support(self, config) -> bool:
-        """Every rank and target; what an adapter needs is checked when it is loaded."""
-        return True
 
     def admits(self, uids: Collection[str], adapters: Mapping[str, LoadedAdapter]) -> bool:
-        """Whether a batch of these adapters can run: slots and bytes suffice beside the pinned adapters.
+        """Whether a batch of these adapters can run: slots and bytes suffice beside all the pinned ones.
 
-        Whatever this admits, ``bring_in`` succeeds with.
+        ``adapters``: every loaded adapter. Whatever this admits, ``bring_in`` succeeds with.
         """
-        pinned = {uid for uid, adapter in self._resident.items() if adapter.pinned}
-        needed = pinned | set(uids)
-        if len(needed) > self.max_loras_per_batch:
-            return False
-        return self._fits([self._resident.get(uid) or adapters[uid] for uid in needed])
+        needed = set(uids) | {uid for uid, adapter in adapters.items() if adapter.pinned}
+        return len(needed) <= self.max_loras_per_batch and self._fits([adapters[uid] for uid in needed])
 
     def bring_in(self, uids: Collection[str], adapters: Mapping[str, LoadedAdapter]) -> None:
         """Make these adapters resident, evicting others by the policy. Copies run on the current stream."""
@@ -163,7 +160,6 @@ class ScuteMemoryPool(LoRAMemoryPool):
         if adapter is None:
             return None
         slot = self.uid_to_buffer_id.pop(lora_uid)
-        self.version += 1
         self.buffer_id_to_uid[slot] = EMPTY_SLOT
         self.eviction_policy.remove(lora_uid)
         for key in adapter.blocks:
@@ -173,15 +169,19 @@ class ScuteMemoryPool(LoRAMemoryPool):
                 self._basis_rows.pop(view, None)
         return slot
 
-    def group(self, slot: int) -> int:
-        """The plan's group key of the adapter in ``slot``; ``-1`` if its rows share tiles with no other adapter."""
-        adapter = self._resident[self.buffer_id_to_uid[slot]]
-        if adapter.group.key is None:
-            return -1
-        return self._groups.setdefault(adapter.group, len(self._groups))
-
     def resident(self, slot: int) -> LoadedAdapter:
+        """The adapter in a slot."""
         return self._resident[self.buffer_id_to_uid[slot]]
+
+    def groups(self, slots: Collection[int]) -> list[int]:
+        """For ``build_plan``: of each slot a number, equal for those whose adapters share tiles, else ``-1``."""
+        numbers: dict[Hashable, int] = {}
+        groups = [-1] * self.max_loras_per_batch
+        for slot in slots:
+            group = self.resident(slot).group
+            if group is not None:
+                groups[slot] = numbers.setdefault(group, len(numbers))
+        return groups
 
     def _fits(self, adapters: Collection[LoadedAdapter]) -> bool:
         blocks: dict[str, int] = {}
@@ -209,7 +209,6 @@ class ScuteMemoryPool(LoRAMemoryPool):
         self.buffer_id_to_uid[slot] = adapter.uid
         self.uid_to_buffer_id[adapter.uid] = slot
         self._resident[adapter.uid] = adapter
-        self.version += 1
         self._write_rows(adapter)
 
     def _write_rows(self, adapter: LoadedAdapter) -> None:

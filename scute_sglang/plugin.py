@@ -31,7 +31,7 @@ def register() -> None:
 
     from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
-    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args
+    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args, weight_updater
 
     @register_lora_backend(server_args.BACKEND)
     def create_scute_backend() -> type:
@@ -53,13 +53,20 @@ def register() -> None:
         options.DEFAULT_MAX_RANK,
     )
     model_runner.install(manager_class)
-    decode_cuda_graph_runner.install("rotate")
+    decode_cuda_graph_runner.install()
     logits_processor.install()
+    weight_updater.install()
 
 
 def refuse(error: Exception) -> None:
-    """Stop this process if it was asked for Scute; SGLang itself would only log a plugin's error and go on."""
+    """Stop this process if its command line asks for Scute, and have ``sglang.Engine`` fail with the same line; SGLang
+    itself would only log a plugin's error and go on."""
     arguments = " ".join(sys.argv[1:]).replace("=", " ").split()
     if ("--lora-backend", "scute") in pairwise(arguments):
         sys.exit(f"scute-sglang: {error}")
     logger.warning("Scute is off: %s", error)
+    from sglang.srt.lora.backend.lora_registry import register_lora_backend
+
+    @register_lora_backend("scute")
+    def create_scute_backend() -> type:
+        raise error

@@ -9,11 +9,14 @@ ranges of one projection.
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.lora.utils import auto_detect_lora_target_modules, get_normalized_target_modules
 from torch import nn
 
@@ -29,6 +32,9 @@ from scute_sglang.layers import (
 
 # Multi-head latent attention multiplies by this weight inside its own kernels, past any wrapper.
 NOT_SERVED = frozenset({"kv_b_proj"})
+
+# Decoder layers and the vocabulary's two ends; not the layers of vision towers, whose rows are not those of the batch.
+LANGUAGE_MODEL = re.compile(r"((language_model|model)\.)*(layers\.\d+\.|embed_tokens$|lm_head$)")
 
 # How Hugging Face names the slices of the modules that SGLang fuses.
 SLICE_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -96,6 +102,17 @@ class SiteMap:
     sites: tuple[Site, ...]
     family: str
 
+    @cached_property
+    def module_of_site(self) -> tuple[int, ...]:
+        """The ``module_index`` of the layer of each site."""
+        return tuple(site.layer.module_index for site in self.sites)
+
+    @cached_property
+    def head(self) -> int:
+        """The ``module_index`` of the output head, ``-1`` if none is wrapped."""
+        heads = (layer.module_index for layer in self.layers if isinstance(layer, ScuteParallelLMHead))
+        return next(heads, -1)
+
     def base_shapes(self) -> dict[str, tuple[int, int]]:
         """``(out, in)`` of every linear projection by Hugging Face name, in the order of ``named_modules()``; empty if
         it is not certain that these are all the linear layers of the Hugging Face model."""
@@ -124,25 +141,31 @@ def wrap_model(model: nn.Module, lora_backend) -> SiteMap:
     sites: list[Site] = []
     projections: dict[str, Projection] = {}
     applies = getattr(model, "should_apply_lora", None)
+
+    def add(name: str, layer: ScuteLayer) -> None:
+        layer.module_index = len(layers)
+        layer.first_site = len(sites)
+        layers.append(layer)
+        found, of_layer = _projections(name, layer, len(sites), getattr(model, "config", None))
+        projections.update((projection.name, projection) for projection in found)
+        sites.extend(of_layer)
+
     for name, module in list(model.named_modules()):
         leaf = name.rsplit(".", 1)[-1]
-        is_vocabulary = leaf in ("embed_tokens", "lm_head")
-        if not is_vocabulary and applies is not None and not applies(name):
+        if not LANGUAGE_MODEL.match(name) or (applies is not None and ".layers." in f".{name}" and not applies(name)):
             continue
-        if is_vocabulary == (".layers." in f".{name}."):
-            continue  # decoder layers only, and the vocabulary's two ends
         if not targets & {leaf, ".".join(name.split(".")[-2:]), *get_normalized_target_modules([leaf])}:
             continue  # a router, say, whose attributes models read
         wrapped = wrap(module, lora_backend)
         if wrapped is None:
             continue
-        wrapped.module_index = len(layers)
-        wrapped.first_site = len(sites)
         model.set_submodule(name, wrapped)
-        layers.append(wrapped)
-        found, of_layer = _projections(name, wrapped, len(sites), getattr(model, "config", None))
-        projections.update((projection.name, projection) for projection in found)
-        sites.extend(of_layer)
+        add(name, wrapped)
+        if isinstance(wrapped, ScuteVocabParallelEmbedding) and not hasattr(model, "lm_head"):
+            # Models that hand the embedding to the logits processor (Gemma) have no module that could be the head.
+            head = ScuteParallelLMHead(head_over(wrapped.base_layer), lora_backend)
+            wrapped.tie(head)
+            add("lm_head", head)
     family = str(getattr(getattr(model, "config", None), "model_type", ""))
     return SiteMap(projections, tuple(layers), tuple(sites), family)
 
@@ -152,22 +175,24 @@ def untie_lm_head(model: nn.Module) -> None:
 
     SGLang uses the embedding module itself as the head of a tied model; an adapter on one must not act on the other.
     """
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
     head = getattr(model, "lm_head", None)
-    if not isinstance(head, VocabParallelEmbedding) or isinstance(head, ParallelLMHead):
-        return
-    weight: Any = head.weight
+    if isinstance(head, VocabParallelEmbedding) and not isinstance(head, ParallelLMHead):
+        model.lm_head = head_over(head)
+
+
+def head_over(embedding: VocabParallelEmbedding) -> ParallelLMHead:
+    """An output head with the weight of ``embedding``, without memory of its own."""
+    weight: Any = embedding.weight
     with torch.device("meta"):
-        untied = ParallelLMHead(
-            head.org_vocab_size,
-            head.embedding_dim,
+        head = ParallelLMHead(
+            embedding.org_vocab_size,
+            embedding.embedding_dim,
             params_dtype=weight.dtype,
-            org_num_embeddings=head.org_vocab_size,
+            org_num_embeddings=embedding.org_vocab_size,
         )
-    untied.weight = weight
-    untied.quant_method = head.quant_method
-    model.lm_head = untied
+    head.weight = weight
+    head.quant_method = embedding.quant_method
+    return head
 
 
 def _projections(name: str, layer: ScuteLayer, first_site: int, config: Any) -> tuple[list[Projection], list[Site]]:
@@ -227,7 +252,7 @@ def _projections(name: str, layer: ScuteLayer, first_site: int, config: Any) -> 
             Projection(f"{parent}.{part}", base.input_size, width, (sites[i],))
             for part, width, (i, _) in zip(names, full, real, strict=True)
         ]
-    if len(real) > 1:  # the module as a whole, as models name it that Hugging Face fuses too
+    if leaf in SLICE_NAMES and len(real) > 1:  # the module as a whole, as models name it that Hugging Face fuses too
         start, whole = 0, []
         for width, (i, rows) in zip(full, real, strict=True):
             whole.append(replace(sites[i], rows=(start + rows[0], start + rows[1])))

@@ -127,6 +127,28 @@ def break_adapter(folder: Path, breakage: str) -> None:
         save_file(moved, weights)
 
 
+def test_base_weights_stay_while_adapters_are_loaded(server: Server, llama: Path) -> None:
+    """DoRA's scales were made from the present ones."""
+    response = server.post("update_weights_from_disk", model_path=str(llama))
+    assert response.status_code == 400
+    assert "unload" in response.json()["message"]
+    assert server.generate([[7, 8, 9]], ["dora"])[0].output
+
+
+def test_pinned_adapters_leave_room_for_the_others(small_server: Server, adapters: dict[str, Path]) -> None:
+    """A pinned adapter is never evicted, so one that would shut others out for ever is refused."""
+    for name in ("ia3", "vera"):
+        assert small_server.load(name, adapters[name], pinned=True).ok
+    response = small_server.load("lora_wide", adapters["lora_wide"])
+    crowded = small_server.load("dora", adapters["dora"], pinned=True)
+    assert crowded.status_code == 400 and "pin" in crowded.json()["error_message"]
+    if response.ok:
+        assert small_server.generate([[7, 8, 9]], ["lora_wide"])[0].output
+        assert small_server.unload("lora_wide").ok
+    for name in ("ia3", "vera"):
+        assert small_server.unload(name).ok
+
+
 def test_base_requests_are_bit_equal_without_scute(
     server: Server, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from scute_kernels.plan import tile_rows
-
 DECODE_ROWS = 16
 
 
@@ -78,18 +76,18 @@ def shrink(rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
     return Shrink(block_rank, rank_programs, block_in, num_warps=4, num_stages=stages)
 
 
-def shrink_split(rows: int, in_features: int, n_slices: int, max_rank: int) -> int:
+def shrink_split(rows: int, tile_rows: int, in_features: int, n_slices: int, max_rank: int) -> int:
     """SPLIT of ``shrink``: into how many partial planes the features are split. Depends on shapes only.
 
     Enough for a few programs on every multiprocessor (in decode if every row has a tile of its own), while each has at
-    least one block of features. ``max_rank``: R of the scratch.
+    least one block of features. ``tile_rows``: of the plan. ``max_rank``: R of the scratch.
     """
-    most_rows = tile_rows(rows)
-    parameters = shrink(most_rows, torch.bfloat16, max_rank)
-    tiles = min(rows, 64) if most_rows == DECODE_ROWS else -(-rows // most_rows)
+    decode = tile_rows == DECODE_ROWS
+    parameters = shrink(tile_rows, torch.bfloat16, max_rank)
+    tiles = min(rows, 64) if decode else -(-rows // tile_rows)
     wanted = 1024 // (tiles * n_slices * parameters.rank_programs)
     split = 1
-    while split * 2 <= min(wanted, 16) and split * 2 * parameters.block_in <= in_features:
+    while split * 2 <= min(wanted, 16 if decode else 4) and split * 2 * parameters.block_in <= in_features:
         split *= 2
     return split
 

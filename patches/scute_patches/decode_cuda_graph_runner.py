@@ -17,26 +17,27 @@ from scute_patches.server_args import BACKEND
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
+ROTATE_VARIANT = "rotate"  # under this label the graph with input transforms is captured and found again
+
+
 def _is_scute(runner) -> bool:
     manager = runner.model_runner.lora_manager
     return manager is not None and manager.lora_backend.name == BACKEND
 
 
-def install(variant: str) -> None:
-    """``variant``: the label under which the graph with input transforms is captured and found again."""
-
+def install() -> None:
     def capture_one_shape(
         original: Callable, self, size, forward, stream_idx=None, variant_label=None, attention_variant=None
     ):
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
         if variant_label == "lora" and _is_scute(self):
-            with capture_lora_variant(variant):
-                original(self, size, forward, stream_idx, variant, attention_variant)
+            with capture_lora_variant(ROTATE_VARIANT):
+                original(self, size, forward, stream_idx, ROTATE_VARIANT, attention_variant)
         return result
 
     def resolve_lora_variant(label: str | None, self, forward_batch) -> str | None:
         if label == "lora" and _is_scute(self) and self.model_runner.lora_manager.rotates(forward_batch):
-            return variant
+            return ROTATE_VARIANT
         return label
 
     HookRegistry.register(f"{_RUNNER}.capture_one_shape", capture_one_shape, HookType.AROUND)
