@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from adapters import RECIPES, Oracle
 from models import write_model
 from scute_converter import load
 from serving import Server, cpu_arguments, cpu_environment, serve
 
+TABLE_WIDTH = 112
 SHOWN = ("lora", "lora_rs", "dora", "ia3", "vera", "oft", "oft_cayley")
 PROMPTS = ("Which river is the longest?", "2 + 2 =", "Adapters share one base model;")
 # fp32 on the CPU: differences of a log-probability that summation order explains. fp16 on a GPU: share of the effect.
@@ -44,7 +46,10 @@ class Row:
 
 
 def main() -> int:
+    disable_progress_bar()  # of transformers, which would draw one per model
     console = Console()
+    if console.width < TABLE_WIDTH:
+        console = Console(width=TABLE_WIDTH)  # a wide table that wraps is readable, one with numbers cut off is not
     gpu = torch.cuda.is_available()
     console.print(f"[bold]Scute demo[/bold] on {torch.cuda.get_device_name() if gpu else 'the CPU (no GPU found)'}")
     with tempfile.TemporaryDirectory(prefix="scute-demo-") as folder:
