@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # read when SGLang is imported, which some tests do in this process
 
 from adapters import RECIPES
 from models import write_model

@@ -1,0 +1,77 @@
+"""The plugin's entry point: symbols of SGLang are as expected, and a start with others stops in one readable line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from scute_patches import sgl_kernel
+from scute_patches.signatures import IncompatibleSGLangError
+from scute_sglang import options
+from serving import cpu_environment
+
+sgl_kernel.install()
+
+from scute_sglang.compatibility import MODEL_SIGNATURES, SIGNATURES, check  # noqa: E402
+
+OTHER_SGLANG = """
+import sys
+from scute_patches import signatures
+from scute_sglang import compatibility, plugin
+compatibility.SGLANG_VERSION = "0.0.1"
+sys.argv = ["launch_server", *sys.argv[1:]]
+plugin.register()
+print("goes on")
+from sglang.srt.lora.backend.lora_registry import get_backend_from_name
+get_backend_from_name("scute")
+"""
+
+
+def test_every_symbol_has_the_signature_it_was_written_for() -> None:
+    check({**SIGNATURES, **MODEL_SIGNATURES})
+
+
+def test_a_changed_symbol_is_named() -> None:
+    target = "sglang.srt.lora.utils.get_lm_head_pruned_lens"
+    with pytest.raises(IncompatibleSGLangError, match=r"get_lm_head_pruned_lens") as caught:
+        check({target: ("forward_batch", "more")})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [["--lora-backend", "scute"], ["--lora-backend=scute"]])
+def test_another_sglang_stops_a_start_with_scute(asked: list[str]) -> None:
+    result = run_with_another_sglang(asked)
+    assert result.returncode == 1
+    said = [line for line in result.stderr.splitlines() if "scute-sglang" in line]
+    assert len(said) == 1 and "0.0.1" in said[0] and "pip install" in said[0]
+    assert "goes on" not in result.stdout and "Traceback" not in result.stderr
+
+
+def test_another_sglang_goes_on_without_scute() -> None:
+    result = run_with_another_sglang(["--lora-backend", "csgmv"])
+    assert "goes on" in result.stdout
+    # sglang.Engine, whose choice no command line shows, meets the same line when it builds the backend.
+    assert "IncompatibleSGLangError" in result.stderr and "0.0.1" in result.stderr
+
+
+def run_with_another_sglang(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    import os
+
+    command = [sys.executable, "-W", "ignore", "-c", OTHER_SGLANG, *arguments]
+    environment = {**os.environ, **cpu_environment()}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1024", 1024), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9)]
+)
+def test_amounts_of_memory(text: str, expected: int) -> None:
+    assert options.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "5 TiB", "1e9"])
+def test_no_amounts_of_memory(text: str) -> None:
+    with pytest.raises(ValueError, match="512MiB"):
+        options.parse_bytes(text)
