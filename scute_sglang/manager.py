@@ -33,8 +33,10 @@ Shared = TypeVar("Shared")
 
 @dataclass(frozen=True)
 class _Part:
-    """The normal form of one site, sharded; ``first_row``: see ``LoadedAdapter.basis_views``."""
+    """The normal form of one site, sharded. ``key``: projection and slice, the same on every rank, as site numbers need
+    not be. ``first_row``: see ``LoadedAdapter.basis_views``."""
 
+    key: str
     site: Site
     form: NormalForm
     first_row: int
@@ -133,7 +135,7 @@ class ScuteLoRAManager(LoRAManager):
             parts = self._place_on_sites(name, adapter)
             self._check_payloads(name, adapter)
             measured = {
-                part.site.index: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
+                part.key: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
                 for part in parts
                 if part.form.deferred is not None
             }
@@ -146,9 +148,9 @@ class ScuteLoRAManager(LoRAManager):
             for part in parts:
                 form, index = part.form, part.site.index
                 if form.deferred is not None:
-                    total = measured[index]
+                    total = measured[part.key]
                     if part.site.input_sharded:  # each rank has measured its share, or has none
-                        total = torch.stack([rank[index] for rank in all_measured if index in rank]).sum(dim=0)
+                        total = torch.stack([rank[part.key] for rank in all_measured if part.key in rank]).sum(dim=0)
                     form = form.deferred.resolve(form, total)
                 shift = output_shift(name, part.site, form)
                 if shift is not None:
@@ -228,7 +230,7 @@ class ScuteLoRAManager(LoRAManager):
         for path, form in adapter.forms.items():
             projection = self.site_map.projections[path]
             check_form(name, projection, form, self.max_lora_rank)
-            for site in projection.sites:
+            for slice_number, site in enumerate(projection.sites):
                 if site.rows[0] == site.rows[1] or site.cols[0] == site.cols[1]:
                     continue  # this rank computes only padding of this projection
                 # A slice of a projection that Hugging Face fuses reads its shared basis further down than the table's
@@ -238,7 +240,7 @@ class ScuteLoRAManager(LoRAManager):
                     sharded = shard(form, rows=site.rows, cols=site.cols)
                 except ValueError as error:
                     raise ValueError(f"adapter {name}, {path}: {error}") from error
-                parts.append(_Part(site, sharded, first_row))
+                parts.append(_Part(f"{path}/{slice_number}", site, sharded, first_row))
         return parts
 
     def _check_payloads(self, name: str, adapter: Adapter) -> None:

@@ -29,6 +29,8 @@ WITH_BIASES = {
     "lora_with_bias": Recipe(lora(lora_bias=True, target_modules=["q_proj", "o_proj"]), 11),
     "dora_bias_all": Recipe(lora(use_dora=True, bias="all", target_modules=["q_proj", "k_proj"]), 12),
 }
+# SGLang computes their embedding by a layer of torch's, which none of its LoRA wrappers (nor Scute's) knows.
+PLAIN_EMBEDDING = ("gemma3",)
 FAMILIES = [
     ("mistral", False),
     ("qwen2", False),
@@ -44,14 +46,18 @@ def test_one_mixed_batch_equals_peft(family: str, tied: bool, tmp_path: Path) ->
     base = tmp_path / "base"
     write_model(base, family, tied=tied)
     recipes = {**RECIPES, **(WITH_BIASES if family == "qwen2" else {})}
+    vocabulary = ("lora_head", "lora_embedding") if family in PLAIN_EMBEDDING else ()
     for name, recipe in recipes.items():
         recipe.write(tmp_path / name, base)
     slots = ("--max-loras-per-batch", str(len(recipes)))
-    folders = {name: tmp_path / name for name in recipes}
-    names: list[str | None] = [None, *recipes]
+    folders = {name: tmp_path / name for name in recipes if name not in vocabulary}
+    names: list[str | None] = [None, *folders]
     with serve(
         base, tmp_path / "log", *cpu_arguments(), *slots, adapters=folders, environment=cpu_environment()
     ) as server:
+        for name in vocabulary:
+            response = server.load(name, tmp_path / name)
+            assert response.status_code == 400 and "no module of this model" in response.json()["error_message"]
         answers = server.generate(prompts(len(names), seed=2), names)
 
     base_error, _ = compare(base, None, answers[:1])
