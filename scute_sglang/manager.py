@@ -129,7 +129,7 @@ class ScuteLoRAManager(LoRAManager):
         name = lora_ref.lora_name
         assert name is not None
 
-        def prepare() -> tuple[Adapter, list[_Part], dict[int, torch.Tensor]]:
+        def prepare() -> tuple[Adapter, list[_Part], dict[str, torch.Tensor]]:
             self._check_name_and_pin(lora_ref)
             adapter = read()
             parts = self._place_on_sites(name, adapter)
