@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 from scute_kernels.expand import expand
 from scute_kernels.launch import shrink_split
 from scute_kernels.lookup import lookup
-from scute_kernels.plan import BatchPlan, build_plan, packed_size, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, packed_size, view_plan
 from scute_kernels.rotate import rotate
 from scute_kernels.shrink import shrink
 from scute_patches.decode_cuda_graph_runner import ROTATE_VARIANT
@@ -271,8 +272,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         if n_slices == 1:
             return output
         wide = output.view(n_slices, rows, -1)
-        bounds = zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
-        return torch.cat([wide[i, :, start:stop] for i, (start, stop) in enumerate(bounds)], dim=1)
+        bounds = enumerate(pairwise(layer.slice_offsets))
+        return torch.cat([wide[i, :, start:stop] for i, (start, stop) in bounds], dim=1)
 
 
 def row_counts(forward_batch: ForwardBatch) -> list[int]:
@@ -286,4 +287,4 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
 
 def plan_of(plan: BatchPlan, rows: int, slots: int) -> BatchPlan:
     """The plan with no more tiles than ``rows`` rows can need: the rest of a static plan is dead for them."""
-    return dataclasses.replace(plan, tiles=plan.tiles[: -(-rows // plan.tile_rows) + min(rows, slots)])
+    return dataclasses.replace(plan, tiles=plan.tiles[: most_tiles(rows, plan.tile_rows, slots)])

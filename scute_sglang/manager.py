@@ -286,11 +286,7 @@ class ScuteLoRAManager(LoRAManager):
                 view = f"{key}+{part.first_row}" if part.first_row else key
                 views[view] = (key, part.first_row)
                 forms[part.site.index] = dataclasses.replace(form, shared=dataclasses.replace(form.shared, basis=view))
-        site_names = [f"site {site.index}" for site in self.site_map.sites]
-        for path, projection in self.site_map.projections.items():
-            for site in projection.sites:
-                site_names[site.index] = path
-        packed = pack_adapter(name, forms, shifts, site_names, self.dtype)
+        packed = pack_adapter(name, forms, shifts, self.site_map.names, self.dtype)
         # All of them even if this rank computes none of their projections: ranks must account alike.
         bases = {key: self._packed_basis(key, adapter) for key in adapter.bases}
         return LoadedAdapter(

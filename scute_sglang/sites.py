@@ -108,6 +108,15 @@ class SiteMap:
         return tuple(site.layer.module_index for site in self.sites)
 
     @cached_property
+    def names(self) -> list[str]:
+        """Of each site, for messages: the last projection that it is part of, or its number if it is padding."""
+        names = [f"site {site.index}" for site in self.sites]
+        for path, projection in self.projections.items():
+            for site in projection.sites:
+                names[site.index] = path
+        return names
+
+    @cached_property
     def head(self) -> int:
         """The ``module_index`` of the output head, ``-1`` if none is wrapped."""
         heads = (layer.module_index for layer in self.layers if isinstance(layer, ScuteParallelLMHead))

@@ -57,16 +57,19 @@ class Server:
         return self.post("unload_lora_adapter", lora_name=name)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None], new_tokens: int = 6
+        self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None] | None = None, new_tokens: int = 6
     ) -> list[Answer]:
-        """One request for all prompts (one mixed batch), greedy, with log-probabilities of every token."""
+        """One request for all prompts (one mixed batch), greedy, with log-probabilities of every token.
+
+        ``adapters``: of each prompt; ``None`` names none at all, as a server without adapters wants it.
+        """
         response = self.post(
             "generate",
             input_ids=[list(prompt) for prompt in prompts],
-            lora_path=list(adapters),
             sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             return_logprob=True,
             logprob_start_len=0,
+            **({} if adapters is None else {"lora_path": list(adapters)}),
         )
         response.raise_for_status()
         return [answer_of(item, prompt) for item, prompt in zip(response.json(), prompts, strict=True)]

@@ -38,10 +38,14 @@ def tile_rows(rows: int) -> int:
     return 16 if rows <= 256 else 64
 
 
+def most_tiles(rows: int, tile_rows: int, slots: int) -> int:
+    """How many tiles ``rows`` rows of at most ``slots`` adapters can need: the full ones, and one more per adapter."""
+    return -(-rows // tile_rows) + min(rows, slots)
+
+
 def packed_size(rows: int, slots: int) -> int:
     """Elements of the packed plan of at most ``rows`` rows of at most ``slots`` adapters."""
-    most_tiles = -(-rows // tile_rows(rows)) + min(rows, slots)
-    return 2 * rows + 4 * most_tiles
+    return 2 * rows + 4 * most_tiles(rows, tile_rows(rows), slots)
 
 
 def build_plan(
