@@ -85,6 +85,8 @@ def _merge(values) -> str:
 def _rank(adapter: Adapter, form: NormalForm) -> str:
     if form.shared:
         return f"{adapter.bases[form.shared.basis].a.shape[0]} shared"
+    if form.fold:
+        return str(form.fold.rank)
     return str(form.pair.rank) if form.pair else ""
 
 
@@ -96,7 +98,7 @@ def _live(form: NormalForm) -> list[str]:
         slots.append("s")
     if form.bias.replace is not None or form.bias.add is not None:
         slots.append("bias")
-    if form.pair:
+    if form.pair or form.fold:
         slots.append("A B")
     if form.shared:
         slots.append("d e")
@@ -104,18 +106,23 @@ def _live(form: NormalForm) -> list[str]:
 
 
 def _folded(form: NormalForm) -> str:
+    if form.fold is not None:
+        return "the base weight into A B"
     if form.pair is None:
         return ""
     return "alpha/r and s into B" if form.deferred is not None else "alpha/r into B"
 
 
 def _elements(form: NormalForm) -> int:
-    """Numbers of the slots of one projection. A deferred scale has one per output feature, like its magnitude."""
+    """Numbers of the slots of one projection. A deferred scale has one per output feature, like its magnitude, and a
+    pair that is still to be folded replaces the one that is stored."""
     tensors = [form.scale_delta, form.bias.replace if form.bias.add is None else form.bias.add]
     tensors += [form.rotation.delta] if form.rotation else []
-    tensors += [form.pair.a, form.pair.b] if form.pair else []
+    tensors += [form.pair.a, form.pair.b] if form.pair and not form.fold else []
     tensors += [form.shared.d, form.shared.e] if form.shared else []
     deferred = form.out_features if form.deferred is not None else 0
+    if form.fold is not None:
+        deferred += form.fold.rank * (form.in_features + form.out_features)
     return deferred + sum(tensor.numel() for tensor in tensors if tensor is not None)
 
 

@@ -109,17 +109,20 @@ def serve(
     *arguments: str,
     adapters: Mapping[str, Path] | None = None,
     environment: Mapping[str, str] | None = None,
+    lora: bool = True,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Server]:
     """Start a server with ``--lora-backend scute`` unless ``arguments`` name another; stop it at the end.
 
-    ``adapters``: loaded at start. ``environment``: added to this process's. Raises ``ServerDied``.
+    ``adapters``: loaded at start. ``environment``: added to this process's. ``lora``: without it the server cannot
+    serve adapters at all. Raises ``ServerDied`` if it ends, or is not ready after ``start_seconds``.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--skip-server-warmup", "--log-level", "info", *arguments]
-    if "--lora-backend" not in arguments:
+    if lora and "--lora-backend" not in arguments:
         command += ["--enable-lora", "--lora-backend", "scute"]
     if adapters:
         command += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
@@ -133,14 +136,14 @@ def serve(
         )
         server = Server(f"http://127.0.0.1:{port}", log, process)
         try:
-            _wait(server)
+            _wait(server, start_seconds)
             yield server
         finally:
             _stop(process)
 
 
-def _wait(server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait(server: Server, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise ServerDied(f"exit code {server.process.returncode}\n{_tail(server.log)}")
@@ -150,7 +153,7 @@ def _wait(server: Server) -> None:
         except requests.RequestException:
             pass
         time.sleep(0.5)
-    raise ServerDied(f"not ready after {START_SECONDS} s\n{_tail(server.log)}")
+    raise ServerDied(f"not ready after {seconds:.0f} s\n{_tail(server.log)}")
 
 
 def _tail(log: Path) -> str:

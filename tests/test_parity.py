@@ -152,6 +152,9 @@ CASES = {
     "oft-shared": Case(oft(block_share=True), "OFT"),
     "oft-constrained": Case(oft(coft=True, eps=1.3), "OFT"),
     "oft-constrained-shared": Case(oft(coft=True, eps=1.3, block_share=True, use_cayley_neumann=False), "OFT"),
+    # Folded into a low-rank pair, without the base weight.
+    # Folded into a low-rank pair with the base weight.
+    # Shared bases, rotations, scales and shifts.
 }
 
 

@@ -166,8 +166,9 @@ def _unconsumed(adapter: str, config: MethodConfig, key: Key) -> AdapterError:
 
 
 def _is_identity(form: NormalForm) -> bool:
-    """Whether a form changes nothing. A replaced bias or a deferred slot may change something."""
-    if form.deferred is not None or form.bias.replace is not None:
+    """Whether a form changes nothing. A replaced bias, or what waits for the base weight, may change
+    something."""
+    if form.deferred is not None or form.fold is not None or form.bias.replace is not None:
         return False
     changes = [form.scale_delta, form.bias.add]
     changes += [form.rotation.delta] if form.rotation else []

@@ -97,6 +97,23 @@ class Deferred(Protocol):
         ...
 
 
+class Fold(Protocol):
+    """A pair, or other slots, that follow from the whole base weight, such as a decomposition of it.
+
+    Unlike ``Deferred`` it cannot work on shards: the engine gathers the weight of the projection and shards the result.
+    ``rank``: of the pair that it gives.
+    """
+
+    rank: int
+
+    def fold(self, form: NormalForm, weight: torch.Tensor) -> NormalForm:
+        """The finished normal form; ``fold`` is ``None`` in it.
+
+        ``weight``: ``(out, in)`` as PyTorch stores it, whole, any float dtype and device; the result is on the CPU.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Bias:
     """What happens to the bias of the base layer.
@@ -127,6 +144,7 @@ class NormalForm:
     rotation: Rotation | None = None
     bias: Bias = field(default_factory=Bias)
     deferred: Deferred | None = None
+    fold: Fold | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ def apply(
     ``x``: ``(N, in)``. ``weight``: ``(out, in)`` as PyTorch stores it. ``bias``: ``(out,)`` of the base layer, or None.
     ``origin``: first input and first output feature of a shard, which is where a shared basis is read from.
     """
+    if form.fold is not None:
+        form = form.fold.fold(form, weight)
     if form.deferred is not None:
         form = form.deferred.resolve(form, form.deferred.measure(weight, form))
     scale = 1 if form.scale_delta is None else 1 + form.scale_delta

@@ -23,12 +23,29 @@ class Conversion:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What is served of a method, as the documentation lists it.
+
+    ``name``: as ``Conversion.method`` says it. ``versions``: of PEFT that write the files (``"0.9"``: since then).
+    ``slots``: the live slots of the normal form (``"A B"``, ``"s"``, ``"R"``, ``"d e"``, ``"b"``). ``base_weight``:
+    whether loading needs the base weight. ``limits``: what of it is refused, or must be known; one line.
+    """
+
+    name: str
+    versions: str
+    slots: str
+    base_weight: bool = False
+    limits: str = ""
+
+
+@dataclass(frozen=True)
 class Method:
     """``prefix``: how the names of the method's parameters begin (PEFT's ``BaseTuner.prefix``)."""
 
     prefix: str
     config: type[MethodConfig]
     convert: Callable[[Checkpoint, Any, Base], Conversion]
+    variants: tuple[Variant, ...]
 
 
 METHODS: dict[str, Method] = {}
@@ -44,11 +61,13 @@ UNSERVED = {
 }
 
 
-def register(peft_type: str, prefix: str, config: type[MethodConfig]) -> Callable[[Any], Any]:
+def register(
+    peft_type: str, prefix: str, config: type[MethodConfig], variants: tuple[Variant, ...]
+) -> Callable[[Any], Any]:
     """Register ``convert(checkpoint, config, base) -> Conversion`` for a ``peft_type``."""
 
     def decorate(convert: Callable[[Checkpoint, Any, Base], Conversion]) -> Any:
-        METHODS[peft_type] = Method(prefix, config, convert)
+        METHODS[peft_type] = Method(prefix, config, convert, variants)
         return convert
 
     return decorate

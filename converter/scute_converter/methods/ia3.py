@@ -8,7 +8,7 @@ from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.normal_form import Bias, NormalForm, Rotation
-from scute_converter.registry import Conversion, register
+from scute_converter.registry import Conversion, Variant, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class IA3Config(MethodConfig):
     irrelevant = frozenset({"feedforward_modules", "init_ia3_weights"})
 
 
-@register("IA3", prefix="ia3_", config=IA3Config)
+@register("IA3", prefix="ia3_", config=IA3Config, variants=(Variant("(IA)3", "0.3", "s, R"),))
 def convert(checkpoint: Checkpoint, config: IA3Config, base: Base) -> Conversion:
     """``ia3_l (out, 1)``: ``y = (x W + b0) * l``. ``ia3_l (1, in)``: ``y = (x * l) W + b0``.
 

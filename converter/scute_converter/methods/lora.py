@@ -17,7 +17,7 @@ from scute_converter.errors import AdapterError
 from scute_converter.methods.dora import MAGNITUDE, DoraScale, take_magnitude
 from scute_converter.normal_form import Bias, NormalForm, Pair
 from scute_converter.refactor import balanced
-from scute_converter.registry import Conversion, register
+from scute_converter.registry import Conversion, Variant, register
 
 Value = TypeVar("Value")
 
@@ -64,7 +64,14 @@ class LoraConfig(MethodConfig):
     init_lora_weights: bool | str = True
 
 
-@register("LORA", prefix="lora_", config=LoraConfig)
+VARIANTS = (
+    Variant("LoRA", "0.1", "A B", limits="no expert parameters, retrained tokens, aLoRA, Arrow or layer replication"),
+    Variant("rsLoRA", "0.7", "A B"),
+    Variant("DoRA", "0.9", "A B, s", base_weight=True, limits="not on embeddings"),
+)
+
+
+@register("LORA", prefix="lora_", config=LoraConfig, variants=VARIANTS)
 def convert(checkpoint: Checkpoint, config: LoraConfig, base: Base) -> Conversion:
     """``y = x W + b0 + scale * ((x lora_A^T) lora_B^T + bias_B)``; with a magnitude ``m`` (DoRA) and its ``s = m / n``:
     ``y = (x W) * s + b0 + scale * ((x lora_A^T) lora_B^T) * s``. The scale is folded into ``B`` in fp32.

@@ -13,7 +13,7 @@ from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.errors import AdapterError
 from scute_converter.normal_form import NormalForm, Rotation
-from scute_converter.registry import Conversion, register
+from scute_converter.registry import Conversion, Variant, register
 
 # Of a Cayley-Neumann series; users take 3 to 8.
 _MOST_TERMS = 64
@@ -35,7 +35,10 @@ class OFTConfig(MethodConfig):
     num_cayley_neumann_terms: int = 5
 
 
-@register("OFT", prefix="oft_", config=OFTConfig)
+VARIANTS = (Variant("OFT", "0.14", "R", limits="files of PEFT before 0.14 rotate outputs and are refused"),)
+
+
+@register("OFT", prefix="oft_", config=OFTConfig, variants=VARIANTS)
 def convert(checkpoint: Checkpoint, config: OFTConfig, base: Base) -> Conversion:
     """``y = (x R) W + b0`` with a block-diagonal ``R`` (``peft.tuners.oft.layer.OFTRotationModule``).
 

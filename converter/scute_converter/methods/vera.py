@@ -14,7 +14,7 @@ from scute_converter.config import MethodConfig
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
 from scute_converter.normal_form import Basis, NormalForm, SharedPair
-from scute_converter.registry import Conversion, register
+from scute_converter.registry import Conversion, Variant, register
 from scute_converter.targets import selects
 
 
@@ -28,7 +28,10 @@ class VeraConfig(MethodConfig):
     save_projection: bool = True
 
 
-@register("VERA", prefix="vera_", config=VeraConfig)
+VARIANTS = (Variant("VeRA", "0.11", "d e", limits="save_projection=false needs the base model to be known"),)
+
+
+@register("VERA", prefix="vera_", config=VeraConfig, variants=VARIANTS)
 def convert(checkpoint: Checkpoint, config: VeraConfig, base: Base) -> Conversion:
     """``y = x W + b0 + ((x vera_A[:, :in]^T * lambda_d) vera_B[:out]^T) * lambda_b`` (``peft.tuners.vera``)."""
     vectors = {
