@@ -108,9 +108,11 @@ class Checkpoint:
     def has(self, module: str, suffix: str) -> bool:
         return Key(module, suffix) in self._tensors
 
-    def take(self, module: str, suffix: str, dims: int, *, trained: bool = True) -> torch.Tensor:
+    def take(
+        self, module: str, suffix: str, dims: int, *, trained: bool = True, maybe_empty: bool = False
+    ) -> torch.Tensor:
         """A tensor as fp32 on the CPU, contiguous, a copy (the file may be replaced while the adapter is served)."""
-        tensor = self.take_stored(module, suffix)
+        tensor = self.take_stored(module, suffix, maybe_empty=maybe_empty)
         if tensor.dim() != dims:
             problem = f"has {tensor.dim()} dimensions {tuple(tensor.shape)}, {dims} are served"
             raise self.error(module, suffix, problem, "only linear layers and embeddings can be adapted")
@@ -118,15 +120,15 @@ class Checkpoint:
             self.parameters += tensor.numel()
         return tensor.to("cpu", torch.float32, copy=True).contiguous()
 
-    def take_stored(self, module: str, suffix: str) -> torch.Tensor:
-        """A tensor as the file holds it; it is checked to be floating-point, finite and not empty."""
+    def take_stored(self, module: str, suffix: str, *, maybe_empty: bool = False) -> torch.Tensor:
+        """A tensor as the file holds it; checked to be floating-point, finite and (unless it may be) not empty."""
         if not self.has(module, suffix):
             raise self.error(module, suffix, "is missing", "save the whole adapter again")
         tensor = self._tensors.pop(Key(module, suffix)).detach()
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             problem = f"is of type {tensor.dtype}, {tensor.layout}"
             raise self.error(module, suffix, problem, "save the adapter as dense floating-point tensors")
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 and not maybe_empty:
             problem = f"is empty {tuple(tensor.shape)}"
             raise self.error(module, suffix, problem, "gather the sharded weights (ZeRO-3) before saving")
         # Types of 8 bits have no isfinite of their own.

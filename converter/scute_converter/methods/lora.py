@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 
@@ -16,10 +15,9 @@ from scute_converter.config import MethodConfig
 from scute_converter.errors import AdapterError
 from scute_converter.methods.dora import MAGNITUDE, DoraScale, take_magnitude
 from scute_converter.normal_form import Bias, NormalForm, Pair
+from scute_converter.patterns import lookup
 from scute_converter.refactor import balanced
 from scute_converter.registry import Conversion, Variant, register
-
-Value = TypeVar("Value")
 
 # Initialisations that leave the base weights as they are.
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
@@ -97,12 +95,12 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
         problem = f"{tuple(b.shape)} does not fit {name_a} {tuple(a.shape)}"
         raise checkpoint.error(module, name_b, problem, "save both from one checkpoint")
     rank = a.shape[0]
-    if rank != (expected := _lookup(checkpoint.adapter, "rank_pattern", config.rank_pattern, module, config.r)):
+    if rank != (expected := lookup(checkpoint.adapter, "rank_pattern", config.rank_pattern, module, config.r)):
         # The scale is alpha / r: with two candidates for r it is not known.
         problem = f"has rank {rank}, but the config says {expected}"
         raise checkpoint.error(module, name_a, problem, "correct r or rank_pattern in adapter_config.json")
 
-    alpha = _lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.lora_alpha)
+    alpha = lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.T * scale)))
     magnitude = take_magnitude(checkpoint, module)
@@ -131,18 +129,6 @@ def _check_magnitude(
     if magnitude is not None and magnitude.shape[0] != features:
         problem = f"has {magnitude.shape[0]} elements for {features} output features"
         raise checkpoint.error(module, MAGNITUDE, problem, "save the adapter again")
-
-
-def _lookup(adapter: str, field: str, pattern: dict[str, Value], module: str, default: Value) -> Value:
-    """The value of the first pattern that matches the end of the module path (PEFT: ``get_pattern_key``)."""
-    for key, value in pattern.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error as error:
-            where = f"field {field} of adapter_config.json"
-            raise AdapterError(adapter, where, f"{key!r} is no regular expression ({error})", "correct it") from error
-    return default
 
 
 def _check_initialisation(adapter: str, config: LoraConfig) -> list[str]:
