@@ -66,7 +66,7 @@ def redraw(model: nn.Module, config: peft.PeftConfig) -> None:
             parameter.copy_(1 + 0.5 * noise)
         elif "oft_R" in name:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-        elif any(prefix in name for prefix in ("lora_", "vera_")):
+        elif any(prefix in name for prefix in ("lora_", "vera_", "hra_", "deft_", "peanut_")):
             parameter.copy_(0.5 * noise)
         elif name.endswith(".bias"):
             bias = getattr(config, "bias", "none")
@@ -103,6 +103,22 @@ def vera(**fields: Any) -> Callable[[], peft.PeftConfig]:
 
 def oft(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.OFTConfig(**{"target_modules": ALL, "oft_block_size": 6, **fields})
+
+
+def pvera(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.PveraConfig(**{"target_modules": ALL, "r": 11, **fields})
+
+
+def hra(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.HRAConfig(**{"target_modules": ALL, "r": 6, **fields})
+
+
+def deft(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.DeftConfig(**{"target_modules": ALL, "r": 3, **fields})
+
+
+def peanut(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.PeanutConfig(**{"target_modules": ALL, "r": 5, **fields})
 
 
 CASES = {
@@ -154,7 +170,32 @@ CASES = {
     "oft-constrained-shared": Case(oft(coft=True, eps=1.3, block_share=True, use_cayley_neumann=False), "OFT"),
     # Folded into a low-rank pair, without the base weight.
     # Folded into a low-rank pair with the base weight.
+    "hra": Case(hra(), "HRA"),
+    "hra-odd-rank": Case(hra(r=5, target_modules=QV), "HRA"),
+    "hra-one": Case(hra(r=1), "HRA"),
+    "hra-orthogonal": Case(hra(apply_GS=True, r=7), "HRA"),
+    "hra-all-biases": Case(hra(bias="all", target_modules=["q_proj"]), "HRA"),
+    "hra-own-biases": Case(hra(bias="hra_only"), "HRA"),
+    "hra-one-layer": Case(hra(layers_to_transform=[1], layers_pattern="layers"), "HRA"),
+    "deft": Case(deft(), "DEFT"),
+    "deft-alpha": Case(deft(alpha=7, r=5), "DEFT"),
+    "deft-qr": Case(deft(decomposition_method="qr", alpha=20), "DEFT"),
+    "deft-rank-over-outputs": Case(deft(r=25, target_modules=["v_proj"]), "DEFT"),
+    "deft-own-biases": Case(deft(bias="deft_only", target_modules=QV), "DEFT"),
+    "para": Case(deft(para=True), "PaRa"),
+    "para-qr": Case(deft(para=True, decomposition_method="qr", r=6, alpha=3), "PaRa"),
+    "peanut": Case(peanut(), "PEANuT"),
+    **{
+        f"peanut-{act_fn}-{depth}": Case(peanut(act_fn=act_fn, depth=depth, scaling=0.7), "PEANuT")
+        for act_fn, depth in (("relu", 3), ("gelu", 1), ("silu", 2), ("tanh", 1))
+    },
     # Shared bases, rotations, scales and shifts.
+    "pvera": Case(pvera(bias="pvera_only"), "PVeRA"),
+    "pvera-high-rank": Case(pvera(r=70, target_modules=QV), "PVeRA"),
+    "pvera-drawn": Case(pvera(save_projection=False, projection_prng_key=5), "PVeRA", notes=1),
+    "pvera-drawn-bfloat16": Case(
+        pvera(save_projection=False, target_modules=r".*\.(q|o)_proj"), "PVeRA", notes=1, dtype=torch.bfloat16
+    ),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from scute_converter.base import Base
 from scute_converter.config import MethodConfig
+from scute_converter.errors import AdapterError
 
 
 def selects(config: MethodConfig, module: str) -> bool:
@@ -24,6 +26,18 @@ def selects(config: MethodConfig, module: str) -> bool:
         return True
     layer = _layer(config, module)
     return layer == layers if isinstance(layers, int) else layer in layers
+
+
+def selected_layers(adapter: str, config: MethodConfig, base: Base, remedy: str) -> dict[str, tuple[int, int]]:
+    """The linear layers of the base model that the config selects: ``(out, in)`` by path, in the order of the model."""
+    where = "field target_modules of adapter_config.json"
+    try:
+        layers = {module: shape for module, shape in base.shapes.items() if selects(config, module)}
+    except re.error as error:
+        raise AdapterError(adapter, where, f"is no regular expression ({error})", remedy) from error
+    if not layers:
+        raise AdapterError(adapter, where, "selects no linear layer of the base model", remedy)
+    return layers
 
 
 def _matches(names: list[str] | str, module: str) -> bool:

@@ -1,5 +1,5 @@
 """One module per method; importing this package registers them all."""
 
-from scute_converter.methods import ia3, lora, oft, vera
+from scute_converter.methods import deft, hra, ia3, lora, oft, peanut, pvera, vera
 
-__all__ = ["ia3", "lora", "oft", "vera"]
+__all__ = ["deft", "hra", "ia3", "lora", "oft", "peanut", "pvera", "vera"]

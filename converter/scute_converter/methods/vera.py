@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
 from scute_converter.normal_form import Basis, NormalForm, SharedPair
 from scute_converter.registry import Conversion, Variant, register
-from scute_converter.targets import selects
+from scute_converter.targets import selected_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,73 +27,85 @@ class VeraConfig(MethodConfig):
     save_projection: bool = True
 
 
-VARIANTS = (Variant("VeRA", "0.11", "d e", limits="save_projection=false needs the base model to be known"),)
+LIMITS = "save_projection=false needs the base model to be known"
+VARIANTS = (Variant("VeRA", "0.11", "d e", limits=LIMITS),)
 
 
 @register("VERA", prefix="vera_", config=VeraConfig, variants=VARIANTS)
 def convert(checkpoint: Checkpoint, config: VeraConfig, base: Base) -> Conversion:
     """``y = x W + b0 + ((x vera_A[:, :in]^T * lambda_d) vera_B[:out]^T) * lambda_b`` (``peft.tuners.vera``)."""
+    return convert_projected(checkpoint, config, base, "VeRA", "vera")
+
+
+def convert_projected(
+    checkpoint: Checkpoint, config: VeraConfig, base: Base, method: str, prefix: str, halves: int = 1
+) -> Conversion:
+    """The formula above with tensors called ``<prefix>_...``, or the same of the first half.
+
+    ``halves``: 2 if ``lambda_d`` and the rows of ``A`` are means followed by as many others, which are not served.
+    """
+    name_d, name_b = f"{prefix}_lambda_d", f"{prefix}_lambda_b"
     vectors = {
-        module: (checkpoint.take(module, "vera_lambda_d", dims=1), checkpoint.take(module, "vera_lambda_b", dims=1))
-        for module in checkpoint.modules("vera_lambda_d", "vera_lambda_b")
+        module: (checkpoint.take(module, name_d, dims=1), checkpoint.take(module, name_b, dims=1))
+        for module in checkpoint.modules(name_d, name_b)
     }
     if not vectors:
-        return Conversion("VeRA", {})
+        return Conversion(method, {})
+    first, (d, _) = next(iter(vectors.items()))
+    if d.shape[0] % halves:
+        raise checkpoint.error(first, name_d, f"has an odd number of elements ({d.shape[0]})", "save the adapter again")
     notes = ()
-    if checkpoint.has("", "vera_A") or config.save_projection:
-        basis = _stored(checkpoint)
+    if checkpoint.has("", f"{prefix}_A") or config.save_projection:
+        a, b = _stored(checkpoint, prefix, halves)
     else:
-        rank = next(iter(vectors.values()))[0].shape[0]
-        basis, notes = _regenerated(checkpoint.adapter, config, base, rank)
+        a, b, notes = _drawn(checkpoint.adapter, config, base, d.shape[0], halves)
+    rows, rank = a.shape[0], b.shape[1]
+    basis = Basis(a[:rank].contiguous(), b.T.contiguous())
     key = digest(basis)
 
     forms = {}
     for module, (d, e) in vectors.items():
-        if d.shape[0] != basis.a.shape[0] or e.shape[0] > basis.b.shape[1]:
-            problem = f"vectors of {d.shape[0]} and {e.shape[0]} do not fit projections of rank {basis.a.shape[0]} for "
-            problem += f"{basis.b.shape[1]} output features"
-            raise checkpoint.error(module, "vera_lambda_d", problem, "save both from one checkpoint")
-        if (in_features := base.shapes.get(module, (0, 0))[1]) > basis.a.shape[1]:
-            problem = f"the projections have {basis.a.shape[1]} input features, the base layer has {in_features}"
-            raise checkpoint.error(module, "vera_lambda_d", problem, "use the base model that the adapter is for")
-        forms[module] = NormalForm(0, e.shape[0], shared=SharedPair(key, d, e))
-    return Conversion("VeRA", forms, {key: basis}, notes)
+        if d.shape[0] != rows or e.shape[0] > b.shape[0]:
+            problem = f"vectors of {d.shape[0]} and {e.shape[0]} do not fit projections of rank {rows} for "
+            problem += f"{b.shape[0]} output features"
+            raise checkpoint.error(module, name_d, problem, "save both from one checkpoint")
+        if (in_features := base.shapes.get(module, (0, 0))[1]) > a.shape[1]:
+            problem = f"the projections have {a.shape[1]} input features, the base layer has {in_features}"
+            raise checkpoint.error(module, name_d, problem, "use the base model that the adapter is for")
+        forms[module] = NormalForm(0, e.shape[0], shared=SharedPair(key, d[:rank].contiguous(), e))
+    return Conversion(method, forms, {key: basis}, notes)
 
 
-def _stored(checkpoint: Checkpoint) -> Basis:
-    a = checkpoint.take("", "vera_A", dims=2, trained=False)
-    b = checkpoint.take("", "vera_B", dims=2, trained=False)
-    if a.shape[0] != b.shape[1]:
-        problem = f"{tuple(b.shape)} does not fit vera_A {tuple(a.shape)}"
-        raise checkpoint.error("", "vera_B", problem, "save both from one checkpoint")
-    return Basis(a, b.T.contiguous())
+def _stored(checkpoint: Checkpoint, prefix: str, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``A (halves r, in_max)`` and ``B (out_max, r)``."""
+    a = checkpoint.take("", f"{prefix}_A", dims=2, trained=False)
+    b = checkpoint.take("", f"{prefix}_B", dims=2, trained=False)
+    if a.shape[0] != halves * b.shape[1]:
+        problem = f"{tuple(b.shape)} does not fit {prefix}_A {tuple(a.shape)}"
+        raise checkpoint.error("", f"{prefix}_B", problem, "save both from one checkpoint")
+    return a, b
 
 
-def _regenerated(adapter: str, config: VeraConfig, base: Base, rank: int) -> tuple[Basis, tuple[str, ...]]:
-    """The projections that PEFT draws from ``projection_prng_key`` (``VeraModel._init_vera_A_vera_B``).
+def _drawn(
+    adapter: str, config: VeraConfig, base: Base, rows: int, halves: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+    """The same, as PEFT draws them from ``projection_prng_key`` (``VeraModel._init_vera_A_vera_B``), and a note.
 
     Their sizes are maxima over all linear layers that the config selects, and they are rounded to the type of the base
-    weights, so both must be known.
+    weights, so both must be known. ``rows``: of ``A``.
     """
-    where = "field save_projection of adapter_config.json"
     remedy = "save the adapter with save_projection=true"
     if not base.shapes or base.dtype is None:
         problem = "false: the projections must be drawn again, which needs the shapes and the type of the base model"
-        raise AdapterError(adapter, where, problem, remedy)
-    try:
-        shapes = [shape for module, shape in base.shapes.items() if selects(config, module)]
-    except re.error as error:
-        raise AdapterError(adapter, "field target_modules", f"is no regular expression ({error})", remedy) from error
-    if not shapes:
-        raise AdapterError(adapter, "field target_modules", "selects no linear layer of the base model", remedy)
+        raise AdapterError(adapter, "field save_projection of adapter_config.json", problem, remedy)
+    shapes = selected_layers(adapter, config, base, remedy).values()
     out_max, in_max = (max(sizes) for sizes in zip(*shapes, strict=True))
 
     generator = torch.Generator("cpu").manual_seed(config.projection_prng_key)
-    a = _uniform((rank, in_max), generator)
-    b = _uniform((out_max, rank), generator)
-    rounded = Basis(a.to(base.dtype).float(), b.to(base.dtype).float().T.contiguous())
+    a = _uniform((rows, in_max), generator).to(base.dtype).float()
+    b = _uniform((out_max, rows // halves), generator).to(base.dtype).float()
     note = f"projections drawn again and rounded to {base.dtype}: exact if the base had this type in training"
-    return rounded, (f"{note} (save_projection=true is always exact)",)
+    return a, b, (f"{note} (save_projection=true is always exact)",)
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
