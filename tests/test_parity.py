@@ -62,11 +62,15 @@ def redraw(model: nn.Module, config: peft.PeftConfig) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         if "magnitude" in name:
             parameter.mul_(0.5 + noise.abs())
+        elif "delora_lambda" in name:
+            parameter.copy_(10 * (1 + noise.abs()))
         elif "ia3_l" in name:
             parameter.copy_(1 + 0.5 * noise)
         elif "oft_R" in name:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-        elif any(prefix in name for prefix in ("lora_", "vera_", "hra_", "deft_", "peanut_")):
+        elif any(
+            prefix in name for prefix in ("lora_", "vera_", "hada_", "lokr_", "miss_", "hra_", "deft_", "peanut_")
+        ):
             parameter.copy_(0.5 * noise)
         elif name.endswith(".bias"):
             bias = getattr(config, "bias", "none")
@@ -121,6 +125,32 @@ def peanut(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.PeanutConfig(**{"target_modules": ALL, "r": 5, **fields})
 
 
+def adalora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.AdaLoraConfig(
+        **{"target_modules": ALL, "init_r": 5, "lora_alpha": 7, "total_step": 1, **fields}
+    )
+
+
+def loha(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.LoHaConfig(**{"target_modules": ALL, "r": 3, "alpha": 5, **fields})
+
+
+def lokr(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.LoKrConfig(**{"target_modules": ALL, "r": 2, "alpha": 5, **fields})
+
+
+def miss(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.MissConfig(**{"target_modules": ALL, "r": 7, **fields})
+
+
+def delora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.DeloraConfig(**{"target_modules": ALL, "r": 5, **fields})
+
+
+def gralora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.GraloraConfig(**{"target_modules": ALL, "r": 6, "alpha": 7, **fields})
+
+
 CASES = {
     **{f"lora-r{r}": Case(lora(r=r), "LoRA") for r in (1, 3, 12, 16, 64)},
     **{f"rslora-r{r}": Case(lora(r=r, use_rslora=True), "rsLoRA") for r in (1, 16, 64)},
@@ -169,6 +199,41 @@ CASES = {
     "oft-constrained": Case(oft(coft=True, eps=1.3), "OFT"),
     "oft-constrained-shared": Case(oft(coft=True, eps=1.3, block_share=True, use_cayley_neumann=False), "OFT"),
     # Folded into a low-rank pair, without the base weight.
+    "adalora": Case(adalora(), "AdaLoRA"),
+    "adalora-scaled-by-rank": Case(adalora(lora_alpha=-1, init_r=12), "AdaLoRA"),
+    "adalora-ignores": Case(adalora(use_rslora=True, alpha_pattern={"q_proj": 70}, lora_bias=True), "AdaLoRA"),
+    "adalora-all-biases": Case(adalora(bias="all", target_modules=["q_proj"]), "AdaLoRA"),
+    "adalora-own-biases": Case(adalora(bias="lora_only"), "AdaLoRA"),
+    "adalora-one-layer": Case(adalora(layers_to_transform=[1], layers_pattern="layers"), "AdaLoRA"),
+    "loha": Case(loha(), "LoHa"),
+    "loha-more-than-full-rank": Case(loha(r=8), "LoHa"),
+    "loha-patterns": Case(
+        loha(rank_pattern={"q_proj": 1}, alpha_pattern={"v_proj": 2, r"layers\.1\.down_proj": 31}), "LoHa"
+    ),
+    "loha-one-layer": Case(loha(layers_to_transform=[0], layers_pattern="layers", target_modules=QV), "LoHa"),
+    "lokr-right-factored": Case(lokr(), "LoKr"),
+    "lokr-both-factored": Case(lokr(decompose_both=True), "LoKr"),
+    "lokr-left-factored": Case(lokr(decompose_both=True, decompose_factor=15, r=4, target_modules=["v_proj"]), "LoKr"),
+    "lokr-factor": Case(lokr(decompose_factor=2, r=4, alpha=1), "LoKr"),
+    "lokr-patterns": Case(
+        lokr(rank_pattern={"q_proj": 3, "down_proj": 1}, alpha_pattern={"o_proj": 2, r"layers\.1\.v_proj": 11}), "LoKr"
+    ),
+    "miss": Case(miss(), "MiSS"),
+    "miss-divisor": Case(miss(r=6, init_weights=False), "MiSS"),
+    "miss-mini": Case(miss(init_weights="mini", mini_r=6), "MiSS"),
+    "miss-mini-one": Case(miss(init_weights="mini", r=18, target_modules=QV), "MiSS"),
+    "miss-own-biases": Case(miss(bias="MiSS_only"), "MiSS"),
+    "miss-one-layer": Case(miss(layers_to_transform=[1], layers_pattern="layers"), "MiSS"),
+    "delora": Case(delora(), "DeLoRA"),
+    "delora-patterns": Case(delora(rank_pattern={"q_proj": 2, r"layers\.1\.v_proj": 11}), "DeLoRA"),
+    "delora-own-biases": Case(delora(bias="delora_only"), "DeLoRA"),
+    "delora-one-layer": Case(delora(layers_to_transform=[1], layers_pattern="layers"), "DeLoRA"),
+    "gralora": Case(gralora(), "GraLoRA"),
+    "gralora-3": Case(gralora(gralora_k=3, r=9), "GraLoRA"),
+    "gralora-one-block": Case(gralora(gralora_k=1), "GraLoRA"),
+    "gralora-hybrid": Case(gralora(gralora_k=6, hybrid_r=5), "GraLoRA"),
+    "gralora-own-biases": Case(gralora(bias="gralora_only"), "GraLoRA"),
+    "gralora-one-layer": Case(gralora(layers_to_transform=[1], layers_pattern="layers"), "GraLoRA"),
     # Folded into a low-rank pair with the base weight.
     "hra": Case(hra(), "HRA"),
     "hra-odd-rank": Case(hra(r=5, target_modules=QV), "HRA"),

@@ -17,6 +17,8 @@ CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
 
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
 
 def read_folder(adapter: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The config and the tensors of a folder that PEFT's ``save_pretrained`` wrote. Safetensors are memory-mapped."""
@@ -111,30 +113,48 @@ class Checkpoint:
     def take(
         self, module: str, suffix: str, dims: int, *, trained: bool = True, maybe_empty: bool = False
     ) -> torch.Tensor:
-        """A tensor as fp32 on the CPU, contiguous, a copy (the file may be replaced while the adapter is served)."""
+        """A tensor as fp32 on the CPU, contiguous, a copy (the file may be replaced while the adapter is served).
+
+        ``maybe_empty``: one dimension, of several, may be 0.
+        """
         tensor = self.take_stored(module, suffix, maybe_empty=maybe_empty)
-        if tensor.dim() != dims:
-            problem = f"has {tensor.dim()} dimensions {tuple(tensor.shape)}, {dims} are served"
-            raise self.error(module, suffix, problem, "only linear layers and embeddings can be adapted")
+        self._check_dims(module, suffix, tensor, dims)
         if trained:
             self.parameters += tensor.numel()
         return tensor.to("cpu", torch.float32, copy=True).contiguous()
 
     def take_stored(self, module: str, suffix: str, *, maybe_empty: bool = False) -> torch.Tensor:
-        """A tensor as the file holds it; checked to be floating-point, finite and (unless it may be) not empty."""
-        if not self.has(module, suffix):
-            raise self.error(module, suffix, "is missing", "save the whole adapter again")
-        tensor = self._tensors.pop(Key(module, suffix)).detach()
+        """A tensor as the file holds it; it is checked to be floating-point, finite and not empty."""
+        tensor = self._pop(module, suffix)
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
             problem = f"is of type {tensor.dtype}, {tensor.layout}"
             raise self.error(module, suffix, problem, "save the adapter as dense floating-point tensors")
-        if tensor.numel() == 0 and not maybe_empty:
+        if tensor.numel() == 0 and not (maybe_empty and tensor.dim() > 1 and list(tensor.shape).count(0) == 1):
             problem = f"is empty {tuple(tensor.shape)}"
             raise self.error(module, suffix, problem, "gather the sharded weights (ZeRO-3) before saving")
         # Types of 8 bits have no isfinite of their own.
         if not torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float()).all():
             raise self.error(module, suffix, "holds NaN or infinity", "save the adapter from a sound checkpoint")
         return tensor
+
+    def take_integers(self, module: str, suffix: str, dims: int) -> torch.Tensor:
+        """Indices as int64 on the CPU, contiguous, a copy. They were not trained."""
+        tensor = self._pop(module, suffix)
+        if tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
+            problem = f"is of type {tensor.dtype}, {tensor.layout}, and should hold integers"
+            raise self.error(module, suffix, problem, "save the adapter again with PEFT")
+        self._check_dims(module, suffix, tensor, dims)
+        return tensor.to("cpu", torch.int64, copy=True).contiguous()
+
+    def _pop(self, module: str, suffix: str) -> torch.Tensor:
+        if not self.has(module, suffix):
+            raise self.error(module, suffix, "is missing", "save the whole adapter again")
+        return self._tensors.pop(Key(module, suffix)).detach()
+
+    def _check_dims(self, module: str, suffix: str, tensor: torch.Tensor, dims: int) -> None:
+        if tensor.dim() != dims:
+            problem = f"has {tensor.dim()} dimensions {tuple(tensor.shape)}, {dims} are served"
+            raise self.error(module, suffix, problem, "only linear layers and embeddings can be adapted")
 
     def converted(self, module: str, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """What was made of a tensor as contiguous fp32; refused if it is not finite there."""

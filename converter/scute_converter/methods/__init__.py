@@ -1,5 +1,35 @@
 """One module per method; importing this package registers them all."""
 
-from scute_converter.methods import deft, hra, ia3, lora, oft, peanut, pvera, vera
+from scute_converter.methods import (
+    adalora,
+    deft,
+    delora,
+    gralora,
+    hra,
+    ia3,
+    loha,
+    lokr,
+    lora,
+    miss,
+    oft,
+    peanut,
+    pvera,
+    vera,
+)
 
-__all__ = ["deft", "hra", "ia3", "lora", "oft", "peanut", "pvera", "vera"]
+__all__ = [
+    "adalora",
+    "deft",
+    "delora",
+    "gralora",
+    "hra",
+    "ia3",
+    "loha",
+    "lokr",
+    "lora",
+    "miss",
+    "oft",
+    "peanut",
+    "pvera",
+    "vera",
+]
