@@ -101,10 +101,11 @@ class Fold(Protocol):
     """A pair, or other slots, that follow from the whole base weight, such as a decomposition of it.
 
     Unlike ``Deferred`` it cannot work on shards: the engine gathers the weight of the projection and shards the result.
-    ``rank``: of the pair that it gives.
+    ``rank``: the most that the pair can have which it gives.
     """
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def fold(self, form: NormalForm, weight: torch.Tensor) -> NormalForm:
         """The finished normal form; ``fold`` is ``None`` in it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from scute_converter.errors import AdapterError
 from scute_converter.normal_form import Pair
 
 # A sum of unrelated rank-1 terms is about as long as its terms together, so that their ratio is near 1. Below this
@@ -14,20 +15,35 @@ CANCELLATION = 0.25
 def balanced(pair: Pair) -> Pair:
     """The same product from balanced factors if the rank-1 terms of the pair cancel, else the pair itself.
 
-    QR of both factors and an SVD of the core in fp64; terms that are zero within fp64 are dropped.
+    ``a`` and ``b``: any float dtype and device; the result is fp32 on the CPU, contiguous. QR of both factors and an
+    SVD of the core in fp64; terms that are zero within fp64 are dropped.
     """
     a, b = pair.a.double(), pair.b.double()
     gram_a, gram_b = a @ a.T, b @ b.T
     terms = (gram_a.diagonal() * gram_b.diagonal()).sum().sqrt()  # root of the summed squared norms of the terms
     product = (gram_a * gram_b).sum().clamp(min=0).sqrt()  # Frobenius norm of B A
-    if product >= CANCELLATION * terms:
-        return pair
+    if not product < CANCELLATION * terms:
+        return Pair(_rounded(pair.a), _rounded(pair.b))
     basis_a, core_a = torch.linalg.qr(a.T)
     basis_b, core_b = torch.linalg.qr(b.T)
     u, sigma, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
     rank = max(1, int((sigma > 1e-14 * terms).sum()))
     root = sigma[:rank].sqrt()
     return Pair(
-        a=(root[:, None] * (v[:rank] @ basis_a.T)).float().contiguous(),
-        b=(root[:, None] * (u[:, :rank].T @ basis_b.T)).float().contiguous(),
+        a=_rounded(root[:, None] * (v[:rank] @ basis_a.T)),
+        b=_rounded(root[:, None] * (u[:, :rank].T @ basis_b.T)),
     )
+
+
+def folded(a: torch.Tensor, b: torch.Tensor, adapter: str, module: str) -> Pair:
+    """The balanced pair of ``a (r, in)`` and ``b (r, out)`` that a fold made of the base weight; refused if it is not
+    finite."""
+    pair = balanced(Pair(a, b))
+    if not (torch.isfinite(pair.a).all() and torch.isfinite(pair.b).all()):
+        problem = "what the adapter makes of the base weight is not finite"
+        raise AdapterError(adapter, f"module {module}", problem, "serve the base model that it was trained on")
+    return pair
+
+
+def _rounded(factor: torch.Tensor) -> torch.Tensor:
+    return factor.to("cpu", torch.float32).contiguous()

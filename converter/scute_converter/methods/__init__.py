@@ -13,6 +13,7 @@ from scute_converter.methods import (
     miss,
     oft,
     peanut,
+    poly,
     pvera,
     vera,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "miss",
     "oft",
     "peanut",
+    "poly",
     "pvera",
     "vera",
 ]
