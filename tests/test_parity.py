@@ -64,8 +64,12 @@ def redraw(model: nn.Module, config: peft.PeftConfig) -> None:
             parameter.mul_(0.5 + noise.abs())
         elif "delora_lambda" in name:
             parameter.copy_(10 * (1 + noise.abs()))
-        elif "ia3_l" in name:
+        elif "ia3_l" in name or "boft_s" in name:
             parameter.copy_(1 + 0.5 * noise)
+        elif any(part in name for part in ("beft_bias", "boft_R", "fourierft_spectrum", "unilora_theta_d")):
+            parameter.copy_(noise)
+        elif "vblora_logits" in name:
+            parameter.copy_(2 * noise)
         elif "oft_R" in name:
             parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         elif any(
@@ -81,12 +85,14 @@ def redraw(model: nn.Module, config: peft.PeftConfig) -> None:
 @dataclass(frozen=True)
 class Case:
     """``method`` and ``notes``: the name shown and the number of notes of the loaded adapter. ``dtype``: of the base
-    model, on which PEFT rounds the projections that it draws."""
+    model, on which PEFT rounds the projections that it draws. ``reloaded``: PEFT changes the base weights when it
+    makes the adapter, and the oracle is the saved adapter on a clean base."""
 
     config: Callable[[], peft.PeftConfig]
     method: str
     notes: int = 0
     dtype: torch.dtype = torch.float32
+    reloaded: bool = False
 
 
 QV = ["q_proj", "v_proj"]
@@ -109,20 +115,34 @@ def oft(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.OFTConfig(**{"target_modules": ALL, "oft_block_size": 6, **fields})
 
 
+def vblora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.VBLoRAConfig(
+        **{"target_modules": ALL, "vector_length": 6, "num_vectors": 13, "init_vector_bank_bound": 1, **fields}
+    )
+
+
+def tinylora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.TinyLoraConfig(**{"target_modules": ALL, "r": 3, "u": 13, **fields})
+
+
+def unilora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.UniLoraConfig(**{"target_modules": ALL, "theta_d_length": 101, **fields})
+
+
+def fourierft(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.FourierFTConfig(**{"target_modules": ALL, "n_frequency": 50, **fields})
+
+
+def boft(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.BOFTConfig(**{"target_modules": ALL, "boft_block_size": 6, **fields})
+
+
+def beft(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.BeftConfig(**{"target_modules": ALL, **fields})
+
+
 def pvera(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.PveraConfig(**{"target_modules": ALL, "r": 11, **fields})
-
-
-def hra(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.HRAConfig(**{"target_modules": ALL, "r": 6, **fields})
-
-
-def deft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.DeftConfig(**{"target_modules": ALL, "r": 3, **fields})
-
-
-def peanut(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.PeanutConfig(**{"target_modules": ALL, "r": 5, **fields})
 
 
 def adalora(**fields: Any) -> Callable[[], peft.PeftConfig]:
@@ -149,6 +169,18 @@ def delora(**fields: Any) -> Callable[[], peft.PeftConfig]:
 
 def gralora(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.GraloraConfig(**{"target_modules": ALL, "r": 6, "alpha": 7, **fields})
+
+
+def hra(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.HRAConfig(**{"target_modules": ALL, "r": 6, **fields})
+
+
+def deft(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.DeftConfig(**{"target_modules": ALL, "r": 3, **fields})
+
+
+def peanut(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.PeanutConfig(**{"target_modules": ALL, "r": 5, **fields})
 
 
 CASES = {
@@ -199,6 +231,26 @@ CASES = {
     "oft-constrained": Case(oft(coft=True, eps=1.3), "OFT"),
     "oft-constrained-shared": Case(oft(coft=True, eps=1.3, block_share=True, use_cayley_neumann=False), "OFT"),
     # Folded into a low-rank pair, without the base weight.
+    "bdlora-a": Case(lora(use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["_proj"], nblocks=3)), "BD-LoRA"),
+    "bdlora-b": Case(
+        lora(r=4, use_bdlora=peft.BdLoraConfig(target_modules_bd_b=["layers"], nblocks=2), use_rslora=True), "BD-LoRA"
+    ),
+    "bdlora-both-and-plain": Case(
+        lora(
+            r=6,
+            rank_pattern={"q_proj": 9},
+            alpha_pattern={"down_proj": 2},
+            use_bdlora=peft.BdLoraConfig(
+                target_modules_bd_a=["0.q", "down_proj"], target_modules_bd_b=["v_proj"], nblocks=3, match_strict=False
+            ),
+        ),
+        "BD-LoRA",
+    ),
+    "velora": Case(lora(velora_config=peft.VeloraConfig(num_groups=4, init_type="random")), "VeLoRA"),
+    "velora-of-pissa": Case(
+        lora(velora_config=peft.VeloraConfig(num_groups=4), init_lora_weights="pissa"), "VeLoRA", reloaded=True
+    ),
+    "monteclora": Case(lora(monteclora_config=peft.MontecloraConfig(num_samples=3, buffer_size=2)), "MonteCLoRA"),
     "adalora": Case(adalora(), "AdaLoRA"),
     "adalora-scaled-by-rank": Case(adalora(lora_alpha=-1, init_r=12), "AdaLoRA"),
     "adalora-ignores": Case(adalora(use_rslora=True, alpha_pattern={"q_proj": 70}, lora_bias=True), "AdaLoRA"),
@@ -235,6 +287,44 @@ CASES = {
     "gralora-own-biases": Case(gralora(bias="gralora_only"), "GraLoRA"),
     "gralora-one-layer": Case(gralora(layers_to_transform=[1], layers_pattern="layers"), "GraLoRA"),
     # Folded into a low-rank pair with the base weight.
+    "pissa": Case(lora(init_lora_weights="pissa"), "PiSSA", reloaded=True),
+    "pissa-rslora-patterns": Case(
+        lora(init_lora_weights="pissa", use_rslora=True, rank_pattern={"q_proj": 7}, alpha_pattern={"v_proj": 2}),
+        "PiSSA",
+        reloaded=True,
+    ),
+    "pissa-full-rank": Case(lora(init_lora_weights="pissa", r=18, target_modules=QV), "PiSSA", reloaded=True),
+    "pissa-all-biases": Case(
+        lora(init_lora_weights="pissa", bias="all", target_modules=["q_proj"]), "PiSSA", reloaded=True
+    ),
+    "pissa-dora": Case(lora(init_lora_weights="pissa", use_dora=True), "DoRA", reloaded=True),
+    "olora": Case(lora(init_lora_weights="olora"), "OLoRA", reloaded=True),
+    "olora-rslora-patterns": Case(
+        lora(
+            init_lora_weights="olora",
+            use_rslora=True,
+            rank_pattern={r"layers\.1\.q_proj": 7},
+            alpha_pattern={"v_proj": 2},
+            layers_to_transform=[1],
+            layers_pattern="layers",
+        ),
+        "OLoRA",
+        reloaded=True,
+    ),
+    "olora-negative": Case(lora(init_lora_weights="olora", lora_alpha=-4), "OLoRA", reloaded=True),
+    "olora-dora": Case(lora(init_lora_weights="olora", use_dora=True), "DoRA", reloaded=True),
+    "kasa": Case(lora(kasa_config=peft.KasaConfig()), "KaSA", reloaded=True),
+    "kasa-patterns": Case(
+        lora(
+            kasa_config=peft.KasaConfig(beta=0.1, gamma=0),
+            use_rslora=True,
+            rank_pattern={"q_proj": 7, "v_proj": 17},
+            alpha_pattern={"v_proj": 2},
+        ),
+        "KaSA",
+        reloaded=True,
+    ),
+    "kasa-own-biases": Case(lora(kasa_config=peft.KasaConfig(), bias="lora_only"), "KaSA", reloaded=True),
     "hra": Case(hra(), "HRA"),
     "hra-odd-rank": Case(hra(r=5, target_modules=QV), "HRA"),
     "hra-one": Case(hra(r=1), "HRA"),
@@ -255,6 +345,44 @@ CASES = {
         for act_fn, depth in (("relu", 3), ("gelu", 1), ("silu", 2), ("tanh", 1))
     },
     # Shared bases, rotations, scales and shifts.
+    "vblora": Case(vblora(), "VB-LoRA"),
+    "vblora-topk-saved": Case(vblora(save_only_topk_weights=True, topk=3, r=5, bias="vblora_only"), "VB-LoRA"),
+    "vblora-many-vectors": Case(vblora(save_only_topk_weights=True, num_vectors=300, vector_length=3), "VB-LoRA"),
+    "vblora-one-of-the-bank": Case(vblora(save_only_topk_weights=True, topk=1, target_modules=QV), "VB-LoRA"),
+    "vblora-whole-bank": Case(vblora(topk=13, r=2, bias="all"), "VB-LoRA"),
+    "tinylora": Case(tinylora(), "TinyLoRA"),
+    "tinylora-one-layer": Case(tinylora(layers_to_transform=[1], layers_pattern="layers"), "TinyLoRA"),
+    "tinylora-some-tied": Case(tinylora(weight_tying=0.6, r=20, u=3, bias="all"), "TinyLoRA"),
+    "tinylora-all-tied": Case(tinylora(weight_tying=1.0, r=2, u=7, target_modules=QV), "TinyLoRA"),
+    "tinylora-drawn": Case(tinylora(save_projection=False, weight_tying=0.3), "TinyLoRA", notes=1),
+    "tinylora-drawn-bfloat16": Case(
+        tinylora(save_projection=False, projection_seed=-7, target_modules=r".*\.(q|o)_proj"),
+        "TinyLoRA",
+        notes=1,
+        dtype=torch.bfloat16,
+    ),
+    "unilora": Case(unilora(), "UniLoRA", notes=1),
+    "unilora-own-biases": Case(unilora(r=3, proj_seed=5, bias="unilora_only"), "UniLoRA", notes=1),
+    "unilora-bfloat16": Case(
+        unilora(layers_to_transform=1, layers_pattern="layers"), "UniLoRA", notes=1, dtype=torch.bfloat16
+    ),
+    "unilora-more-than-places": Case(unilora(theta_d_length=3000, r=1, target_modules=QV), "UniLoRA", notes=1),
+    "unilora-even": Case(unilora(theta_d_length=16, target_modules=r".*v_proj"), "UniLoRA", notes=1),
+    "unilora-saved": Case(unilora(save_indices=True, r=7), "UniLoRA"),
+    "unilora-saved-bfloat16": Case(unilora(save_indices=True), "UniLoRA", dtype=torch.bfloat16),
+    "fourierft": Case(fourierft(), "FourierFT"),
+    "fourierft-patterns": Case(
+        fourierft(n_frequency_pattern={"q_proj": 7, r"0\.o_proj": 311}, scaling=70, random_loc_seed=3), "FourierFT"
+    ),
+    "fourierft-every-wave": Case(fourierft(n_frequency=540, scaling=20, target_modules=["v_proj"]), "FourierFT"),
+    "fourierft-all-biases": Case(fourierft(bias="all", layers_to_transform=[0], layers_pattern="layers"), "FourierFT"),
+    "boft": Case(boft(), "BOFT"),
+    "boft-blocks": Case(boft(boft_block_size=0, boft_block_num=3, boft_dropout=0.4), "BOFT"),
+    "boft-one-factor-anyway": Case(boft(boft_block_size=3, boft_n_butterfly_factor=2), "BOFT"),
+    "boft-own-biases": Case(boft(bias="boft_only", target_modules=QV), "BOFT"),
+    "boft-all-biases": Case(boft(bias="all", target_modules=["q_proj"]), "BOFT"),
+    "beft": Case(beft(), "BEFT"),
+    "beft-one-layer": Case(beft(target_modules=r"layers\.1\.(q|o)_proj"), "BEFT"),
     "pvera": Case(pvera(bias="pvera_only"), "PVeRA"),
     "pvera-high-rank": Case(pvera(r=70, target_modules=QV), "PVeRA"),
     "pvera-drawn": Case(pvera(save_projection=False, projection_prng_key=5), "PVeRA", notes=1),
@@ -271,6 +399,8 @@ def save(case: Case, folder: Path) -> tuple[nn.Module, nn.Module]:
     model = peft.get_peft_model(copy.deepcopy(base), config).eval()
     redraw(model, config)
     model.save_pretrained(folder)
+    if case.reloaded:
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
     return base.float(), model.base_model.model.float()
 
 

@@ -1,4 +1,4 @@
-"""LoRA and its variants: rsLoRA, per-module ranks and alphas, LoRA bias, embeddings, DoRA (the scale is in dora.py)."""
+"""LoRA: rsLoRA, per-module ranks and alphas, LoRA bias, embeddings. Variants with maths of their own have files."""
 
 from __future__ import annotations
 
@@ -10,17 +10,56 @@ from typing import ClassVar
 import torch
 
 from scute_converter.base import Base
-from scute_converter.checkpoint import Checkpoint
+from scute_converter.checkpoint import CONFIG, Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.errors import AdapterError
+from scute_converter.methods import bdlora, kasa, pissa, qalora
 from scute_converter.methods.dora import MAGNITUDE, DoraScale, take_magnitude
 from scute_converter.normal_form import Bias, NormalForm, Pair
 from scute_converter.patterns import lookup
 from scute_converter.refactor import balanced
 from scute_converter.registry import Conversion, Variant, register
 
-# Initialisations that leave the base weights as they are.
+# Initialisations that leave the base weights as they are, and those that take a known part out of them.
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
+_RESIDUAL_INITS = {pissa.PISSA: "PiSSA", pissa.OLORA: "OLoRA"}
+
+# The fields that turn a variant on, and its name. PEFT knows no two of them together.
+_VARIANTS = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+
+# Variants that replace tensors which the initialisation has made.
+_NOT_ON_RESIDUAL = ("use_qalora", "use_bdlora", "kasa_config")
+
+# What the configs of variants hold; whatever else stands there is not understood.
+_OPTIONS = {
+    "use_bdlora": {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"},
+    "kasa_config": {"beta", "gamma"},
+    "velora_config": {"num_groups", "scale", "init_type"},
+    "monteclora_config": {
+        "num_samples",
+        "use_entropy",
+        "dirichlet_prior",
+        "sample_scaler",
+        "kl_loss_weight",
+        "buffer_size",
+    },
+}
+
+# Tensors of variants that count in training only.
+_TRAINING_ONLY = {
+    "velora_config": ("lora_velora_embed",),
+    "monteclora_config": tuple(
+        f"lora_monteclora_sampler.{name}"
+        for name in ("std_prior", "expert_weights_prior", "gaussian_var_prior", "expert_weights")
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +75,14 @@ class LoraConfig(MethodConfig):
             "lora_ga_config",
             "megatron_config",
             "megatron_core",
-            "qalora_group_size",
         }
     )
     refused: ClassVar[Mapping[str, str]] = {
         "alora_invocation_tokens": "the adapter is active from a token of the prompt on (aLoRA), which is not served",
         "arrow_config": "Arrow chooses among adapters per token, which is not served",
-        "kasa_config": "KaSA changes the base weights, which is not served",
         "layer_replication": "the adapter is for a model with repeated layers",
-        "monteclora_config": "MonteCLoRA is not served",
         "target_parameters": "adapters of expert parameters are not served",
         "trainable_token_indices": "retrained tokens are not served",
-        "use_bdlora": "block-diagonal LoRA is not served",
-        "use_qalora": "QALoRA pools the input, which is not served",
-        "velora_config": "VeLoRA is not served",
     }
 
     r: int = 8
@@ -60,12 +93,26 @@ class LoraConfig(MethodConfig):
     use_dora: bool = False
     lora_bias: bool = False
     init_lora_weights: bool | str = True
+    fan_in_fan_out: bool = False
+    use_qalora: bool = False
+    qalora_group_size: int = 16
+    use_bdlora: dict[str, list[str] | int | bool | None] | None = None
+    kasa_config: dict[str, float] | None = None
+    velora_config: dict[str, float | str] | None = None
+    monteclora_config: dict[str, float | bool] | None = None
 
 
 VARIANTS = (
     Variant("LoRA", "0.1", "A B", limits="no expert parameters, retrained tokens, aLoRA, Arrow or layer replication"),
     Variant("rsLoRA", "0.7", "A B"),
     Variant("DoRA", "0.9", "A B, s", base_weight=True, limits="not on embeddings"),
+    Variant("PiSSA", "0.11", "A B", base_weight=True, limits="not pissa_niter_*, and not on the output head"),
+    Variant("OLoRA", "0.12", "A B", base_weight=True, limits="not on the output head"),
+    Variant("QALoRA", "0.16", "A B"),
+    Variant("BD-LoRA", "0.19", "A B"),
+    Variant("VeLoRA", "0.20", "A B"),
+    Variant("MonteCLoRA", "0.20", "A B"),
+    Variant("KaSA", "0.21", "A B", base_weight=True, limits="not on the output head"),
 )
 
 
@@ -77,13 +124,19 @@ def convert(checkpoint: Checkpoint, config: LoraConfig, base: Base) -> Conversio
     PEFT: ``peft.tuners.lora.layer.Linear``, ``Embedding``.
     """
     notes = _check_initialisation(checkpoint.adapter, config)
+    variant = _check_variant(checkpoint.adapter, config)
     forms = {}
     for module in checkpoint.modules("lora_A.weight", "lora_embedding_A"):
         forms[module] = _convert_module(checkpoint, config, module)
+        for suffix in _TRAINING_ONLY.get(variant, ()):
+            if checkpoint.has(module, suffix):
+                checkpoint.take_stored(module, suffix)
     dora = [form for form in forms.values() if form.deferred]
     if dora and not config.use_dora:
         notes.append(f"the config says use_dora=false, but the file has {MAGNITUDE} tensors: served as DoRA")
-    return Conversion("DoRA" if dora else "rsLoRA" if config.use_rslora else "LoRA", forms, notes=tuple(notes))
+    plain = _RESIDUAL_INITS.get(str(config.init_lora_weights), "rsLoRA" if config.use_rslora else "LoRA")
+    method = "DoRA" if dora else _VARIANTS.get(variant, plain)
+    return Conversion(method, forms, notes=tuple(notes))
 
 
 def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> NormalForm:
@@ -91,6 +144,8 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
     name_a, name_b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
     a = checkpoint.take(module, name_a, dims=2)
     b = checkpoint.take(module, name_b, dims=2)
+    if config.use_bdlora is not None:
+        a, b = bdlora.dense(checkpoint, config.use_bdlora, module, a, b)
     if a.shape[0] != b.shape[1]:
         problem = f"{tuple(b.shape)} does not fit {name_a} {tuple(a.shape)}"
         raise checkpoint.error(module, name_b, problem, "save both from one checkpoint")
@@ -102,7 +157,14 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
 
     alpha = lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-    pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.T * scale)))
+    factor: float | torch.Tensor = scale
+    if config.use_qalora and not embedding:
+        a, pooling = qalora.spread(checkpoint.adapter, a, config.qalora_group_size)
+        factor = scale * pooling
+    if config.kasa_config is not None:
+        diagonal = kasa.take_diagonal(checkpoint, module, rank, min(a.shape[1], b.shape[0]))
+        factor = scale * diagonal.double()[:, None]
+    pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.T * factor)))
     magnitude = take_magnitude(checkpoint, module)
     _check_magnitude(checkpoint, config, module, magnitude, features=b.shape[0])
     add = None
@@ -117,7 +179,41 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
         pair=pair,
         bias=Bias(add=add),
         deferred=None if magnitude is None else DoraScale(magnitude, checkpoint.adapter, module),
+        fold=None if embedding else _residual(checkpoint, config, module, rank, scale),
     )
+
+
+def _residual(
+    checkpoint: Checkpoint, config: LoraConfig, module: str, rank: int, scale: float
+) -> pissa.Residual | None:
+    """What takes the part out of the base weight that was missing in training. PEFT leaves embeddings alone."""
+    part = pissa.KASA if config.kasa_config is not None else config.init_lora_weights
+    if part not in (pissa.PISSA, pissa.OLORA, pissa.KASA):
+        return None
+    if module.rpartition(".")[2] == "lm_head":
+        problem = "the initialisation changed the output head, and with it an embedding that shares its weight"
+        raise checkpoint.error(module, "lora_A.weight", problem, "train without the output head as target")
+    if part == pissa.PISSA and scale <= 0:
+        problem = f"PiSSA with the scale {scale:g} has no square root"
+        raise checkpoint.error(module, "lora_A.weight", problem, "correct lora_alpha in adapter_config.json")
+    factor = scale if part == pissa.OLORA else 1.0
+    return pissa.Residual(str(part), rank, factor, checkpoint.adapter, module)
+
+
+def _check_variant(adapter: str, config: LoraConfig) -> str:
+    """The field of the variant that is on, or ``""``."""
+    active = [name for name in _VARIANTS if getattr(config, name) not in (None, False)]
+    for name in active:
+        unknown = sorted(set(getattr(config, name)) - _OPTIONS[name]) if name in _OPTIONS else []
+        if unknown:
+            where = f"field {name}.{unknown[0]} of {CONFIG}"
+            raise AdapterError(adapter, where, "is not understood", "remove the field if it does not matter")
+    if config.init_lora_weights in _RESIDUAL_INITS and active and active[0] in _NOT_ON_RESIDUAL:
+        active.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if len(active) > 1:
+        problem = f"together with {active[1]} is not served"
+        raise AdapterError(adapter, f"field {active[0]} of {CONFIG}", problem, "train with one of them")
+    return active[0] if active else ""
 
 
 def _check_magnitude(
@@ -134,7 +230,7 @@ def _check_magnitude(
 def _check_initialisation(adapter: str, config: LoraConfig) -> list[str]:
     """Refuse an adapter that is relative to base weights which its initialisation changed; notes on doubtful ones."""
     init = config.init_lora_weights
-    if init in _PLAIN_INITS:
+    if init in _PLAIN_INITS or (init in _RESIDUAL_INITS and not (init == pissa.OLORA and config.fan_in_fan_out)):
         return []
     if init == "loftq":
         return ["LoftQ: exact only on the quantised base that LoftQ prepared for this adapter"]
@@ -142,7 +238,7 @@ def _check_initialisation(adapter: str, config: LoraConfig) -> list[str]:
         return ["LoRA-GA: exact only if the adapter was converted when it was saved"]
     where = "field init_lora_weights of adapter_config.json"
     if init in ("olora", "corda") or str(init).startswith("pissa"):
-        problem = f"{init!r} changed the base weights in training"
+        problem = f"{init!r} changed the base weights in training, and not by what can be found again"
         remedy = "save the adapter with PEFT's path_initial_model_for_weight_conversion"
     else:
         problem = f"{init!r} is not known"
