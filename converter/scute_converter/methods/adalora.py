@@ -17,22 +17,32 @@ class AdaLoraConfig(MethodConfig):
     """PEFT's ``AdaLoraConfig``. It has all fields of ``LoraConfig``, of which AdaLoRA reads few. The ranks are those of
     the tensors, which PEFT prunes by ``rank_pattern`` when it saves."""
 
-    irrelevant = LoraConfig.irrelevant | {
-        "alpha_pattern",
-        "beta1",
-        "beta2",
-        "deltaT",
-        "init_lora_weights",
-        "lora_bias",
-        "orth_reg_weight",
-        "r",
-        "rank_pattern",
-        "target_r",
-        "tfinal",
-        "tinit",
-        "total_step",
-        "use_rslora",
-    }
+    irrelevant = frozenset(
+        {
+            "alpha_pattern",
+            "beta1",
+            "beta2",
+            "corda_config",
+            "deltaT",
+            "eva_config",
+            "init_lora_weights",
+            "loftq_config",
+            "lora_bias",
+            "lora_dropout",
+            "lora_ga_config",
+            "megatron_config",
+            "megatron_core",
+            "orth_reg_weight",
+            "qalora_group_size",
+            "r",
+            "rank_pattern",
+            "target_r",
+            "tfinal",
+            "tinit",
+            "total_step",
+            "use_rslora",
+        }
+    )
     refused = LoraConfig.refused
 
     init_r: int = 12
