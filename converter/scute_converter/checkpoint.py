@@ -143,6 +143,8 @@ class Checkpoint:
         if tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
             problem = f"is of type {tensor.dtype}, {tensor.layout}, and should hold integers"
             raise self.error(module, suffix, problem, "save the adapter again with PEFT")
+        if tensor.numel() == 0:
+            raise self.error(module, suffix, f"is empty {tuple(tensor.shape)}", "save the adapter again with PEFT")
         self._check_dims(module, suffix, tensor, dims)
         return tensor.to("cpu", torch.int64, copy=True).contiguous()
 

@@ -173,5 +173,5 @@ def _is_identity(form: NormalForm) -> bool:
     changes = [form.scale_delta, form.bias.add]
     changes += [form.rotation.delta] if form.rotation else []
     changes += [form.pair.b] if form.pair else []
-    changes += [form.shared.e] if form.shared else []
+    changes += [form.shared.e * form.shared.d.any()] if form.shared else []
     return not any(change is not None and change.any() for change in changes)

@@ -2,8 +2,11 @@
 
 from scute_converter.methods import (
     adalora,
+    beft,
+    boft,
     deft,
     delora,
+    fourierft,
     gralora,
     hra,
     ia3,
@@ -15,13 +18,19 @@ from scute_converter.methods import (
     peanut,
     poly,
     pvera,
+    tinylora,
+    unilora,
+    vblora,
     vera,
 )
 
 __all__ = [
     "adalora",
+    "beft",
+    "boft",
     "deft",
     "delora",
+    "fourierft",
     "gralora",
     "hra",
     "ia3",
@@ -33,5 +42,8 @@ __all__ = [
     "peanut",
     "poly",
     "pvera",
+    "tinylora",
+    "unilora",
+    "vblora",
     "vera",
 ]

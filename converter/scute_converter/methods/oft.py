@@ -92,7 +92,7 @@ def _of_0_16(checkpoint: Checkpoint, config: OFTConfig, module: str, old_series:
     if config.coft:
         q = _constrained(q, config.eps / math.sqrt(blocks))
     series = config.use_cayley_neumann
-    delta = _neumann(q, config.num_cayley_neumann_terms, old_series) if series else _cayley(q)
+    delta = _neumann(q, config.num_cayley_neumann_terms, old_series) if series else cayley(q)
     rotation = Rotation(checkpoint.converted(module, "oft_R.weight", delta))
     return NormalForm(0 if config.block_share else blocks * k, 0, rotation=rotation)
 
@@ -116,7 +116,7 @@ def _of_0_14(checkpoint: Checkpoint, config: OFTConfig, module: str) -> NormalFo
         in_features=0 if config.block_share else blocks * k,
         out_features=scale.shape[0],
         scale_delta=scale - 1,
-        rotation=Rotation(_cayley((parameter - parameter.transpose(1, 2)) / 2).float()),
+        rotation=Rotation(cayley((parameter - parameter.transpose(1, 2)) / 2).float()),
     )
 
 
@@ -132,7 +132,7 @@ def _constrained(q: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.where(norm <= eps, q, q * (eps / norm))
 
 
-def _cayley(q: torch.Tensor) -> torch.Tensor:
+def cayley(q: torch.Tensor) -> torch.Tensor:
     """``R - I`` for ``R = (I - Q) (I + Q)^-1``, which is ``-2 Q (I + Q)^-1``."""
     return torch.linalg.solve(torch.eye(q.shape[-1], dtype=q.dtype) + q, -2 * q, left=False)
 
