@@ -151,6 +151,11 @@ def test_keys() -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["base_model", "base_model.model", "_orig_mod", "module", "model._orig_mod", ""])
+def test_keys_of_nothing_but_wrappers(key: str) -> None:
+    refused(lambda: load_tensors(lora_tensors() | {key: torch.ones(3)}, CONFIG, "bad"), "tensor")
+
+
 def test_digest_is_of_the_content() -> None:
     adapter = load_tensors(lora_tensors(), CONFIG, "one")
     assert load_tensors(dict(reversed(lora_tensors().items())), CONFIG, "two").digest == adapter.digest

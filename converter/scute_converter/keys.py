@@ -31,7 +31,7 @@ def split_key(key: str, prefix: str) -> Key:
     PEFT's ``_remove_adapter_name_from_key`` does.
     """
     stored = key.split(".")
-    parts = [part for part in stored if part not in WRAPPERS]
+    parts = [part for part in stored if part not in WRAPPERS] or stored
     wrappers = set(stored) & WRAPPERS
 
     def strip_ddp() -> None:
@@ -41,8 +41,8 @@ def split_key(key: str, prefix: str) -> Key:
             wrappers.add("module")
 
     strip_ddp()
-    if parts[0] == "base_model":
-        del parts[0 : 2 if parts[1:2] == ["model"] else 1]
+    if parts[0] == "base_model" and len(parts) > 1:
+        del parts[0 : 2 if parts[1] == "model" and len(parts) > 2 else 1]
     strip_ddp()
 
     end = next((i for i, part in enumerate(parts) if part.startswith(prefix) or part in _PEFT_MODULES), len(parts) - 1)
