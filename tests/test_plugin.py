@@ -14,6 +14,7 @@ from serving import cpu_environment
 
 sgl_kernel.install()
 
+from scute_patches.decode_cuda_graph_runner import share_attention_wrappers  # noqa: E402
 from scute_sglang.compatibility import MODEL_SIGNATURES, SIGNATURES, check  # noqa: E402
 
 OTHER_SGLANG = """
@@ -75,3 +76,21 @@ def test_amounts_of_memory(text: str, expected: int) -> None:
 def test_no_amounts_of_memory(text: str) -> None:
     with pytest.raises(ValueError, match="512MiB"):
         options.parse_bytes(text)
+
+
+class Attention:
+    """An attention backend that makes a wrapper per capture, as SGLang's for FlashInfer does."""
+
+    def _create_decode_wrappers(self, bs: int, num_tokens: int) -> list[object]:
+        return [object()]
+
+
+def test_graphs_of_a_batch_size_share_their_attention_plan() -> None:
+    attention = Attention()
+    share_attention_wrappers(attention, anew=True)
+    first = attention._create_decode_wrappers(4, 4)
+    share_attention_wrappers(attention, anew=False)  # the graph without adapters
+    assert attention._create_decode_wrappers(4, 4) is first
+    assert attention._create_decode_wrappers(8, 8) is not first
+    share_attention_wrappers(attention, anew=True)  # captured again
+    assert attention._create_decode_wrappers(4, 4) is not first

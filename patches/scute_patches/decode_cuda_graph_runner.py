@@ -3,11 +3,16 @@
 SGLang captures a decode graph with adapters and one without. An input transform (OFT, a feed-forward (IA)3) changes
 what the base GEMM reads, which a graph of batches without one should not pay for: so those with one get a graph of
 their own.
+
+All graphs of a batch size must read the attention plan that a replay renews. FlashInfer's backend makes new wrappers,
+each with a plan of its own, at every capture, and renews the plan of the last: with two graphs or more, the others read
+freed memory. So its wrappers are made once per batch size here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from sglang.srt.model_executor.runner_utils.capture_mode import capture_lora_variant
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -29,8 +34,11 @@ def install() -> None:
     def capture_one_shape(
         original: Callable, self, size, forward, stream_idx=None, variant_label=None, attention_variant=None
     ):
+        if not _is_scute(self):
+            return original(self, size, forward, stream_idx, variant_label, attention_variant)
+        share_attention_wrappers(self.model_runner.attn_backend, anew=variant_label != "nolora")
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
-        if variant_label == "lora" and _is_scute(self):
+        if variant_label == "lora":
             with capture_lora_variant(ROTATE_VARIANT):
                 original(self, size, forward, stream_idx, ROTATE_VARIANT, attention_variant)
         return result
@@ -42,3 +50,34 @@ def install() -> None:
 
     HookRegistry.register(f"{_RUNNER}.capture_one_shape", capture_one_shape, HookType.AROUND)
     HookRegistry.register(f"{_RUNNER}._resolve_lora_variant", resolve_lora_variant, HookType.AFTER)
+
+
+def share_attention_wrappers(attention: Any, anew: bool) -> None:
+    """From now on ``attention`` (a SGLang attention backend) makes the wrappers of a batch size once. ``anew``: those
+    of before are not used again.
+
+    Raises ``RuntimeError`` for FlashInfer's backend for latent attention, which makes them where none can be shared.
+    """
+    attention = getattr(attention, "decode_backend", attention)  # of one that is another in prefill
+    if type(attention).__name__ == "FlashInferMLAAttnBackend":
+        raise RuntimeError(
+            "--lora-backend scute: the flashinfer attention backend of SGLang for latent attention keeps one plan for "
+            "several decode graphs; start with --attention-backend triton"
+        )
+    for name in ("_create_decode_wrappers", "_create_prefill_wrappers"):
+        create = getattr(type(attention), name, None)
+        if create is None:
+            continue
+        made: dict[Hashable, Any] = {} if anew else getattr(getattr(attention, name), "made", {})
+        setattr(attention, name, _once(create, attention, made))
+
+
+def _once(create: Callable, attention: Any, made: dict[Hashable, Any]) -> Callable:
+    def create_once(*arguments, **named):
+        key = (arguments, tuple(named.items()))
+        if key not in made:
+            made[key] = create(attention, *arguments, **named)
+        return made[key]
+
+    create_once.made = made  # pyright: ignore[reportFunctionMemberAccess]
+    return create_once
