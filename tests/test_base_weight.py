@@ -205,6 +205,20 @@ def test_types_of_the_weight(case: tuple[dict[str, Any], Tensors]) -> None:
         torch.testing.assert_close(other.b.T @ other.a, folded.pair.b.T @ folded.pair.a, rtol=1e-5, atol=1e-6)
 
 
+@torch.no_grad()
+def test_psoft_is_refused() -> None:
+    """PEFT computes its singular vectors when it loads the adapter, and another sign of one changes the result."""
+    refused(lambda: load_tensors({f"{Q}psoft_R.weight": draw(3)}, {"peft_type": "PSOFT"}, "bad"), "'PSOFT'", "signs")
+    config = peft.PsoftConfig(target_modules=["q_proj"], r=3)
+    layer = peft.get_peft_model(toy().layers[0], config).eval().base_model.model.q_proj
+    layer.psoft_R["default"].weight.copy_(draw(3))
+    x = draw(5, 30)
+    before = layer(x)
+    for cache in (layer._psoft_A_cache["default"][1], layer._psoft_B_cache["default"][:, 1]):
+        cache.mul_(-1)
+    assert (layer(x) - before).abs().max() > 0.1 * before.abs().max()
+
+
 # Parts of the base weight
 
 
@@ -313,16 +327,26 @@ def test_small_drift_of_hra() -> None:
 
 
 @torch.no_grad()
-def test_small_drift_of_deft() -> None:
+@pytest.mark.parametrize("method", ["relu", "qr"])
+def test_small_drift_of_deft(method: str) -> None:
     """PEFT starts with an injection that equals what is projected out; the difference is taken before rounding."""
-    config = peft.DeftConfig(target_modules=["q_proj"], r=8)
+    config = peft.DeftConfig(target_modules=["q_proj"], r=8, alpha=20, decomposition_method=method)
     weight, layer = one_layer(config)
     p, r0 = layer.deft_P["default"], layer.deft_R["default"]
     drift = 0.01 * r0.square().mean().sqrt() * torch.randn_like(r0)
     adapter = load_tensors({"q_proj.deft_P": p, "q_proj.deft_R": r0 + drift}, saved(config), "drift")
     pair = folded_on(adapter, weight)
-    effect = p.double() @ drift.double()
+    left = torch.linalg.qr(p).Q if method == "qr" else p
+    effect = 20 / 8 * left.double() @ drift.double()
     assert (rounded(pair.a, pair.b) - effect).norm() < 0.01 * effect.norm()
+
+    # A direction with the other sign, as another library may choose it.
+    r0[3] *= -1
+    reversed_one = load_tensors({"q_proj.deft_P": p, "q_proj.deft_R": r0 + drift}, saved(config), "bad")
+    if method == "qr":
+        refused(lambda: folded_on(reversed_one, weight) and reversed_one, "q_proj.deft_R", "other signs", "'relu'")
+    else:
+        folded_on(reversed_one, weight)
 
 
 # Variants of LoRA
