@@ -376,6 +376,8 @@ def output_shift(name: str, site: Site, form: NormalForm) -> torch.Tensor | None
         b0 = base_bias.detach().cpu().double()
         scale = torch.ones_like(b0) if form.scale_delta is None else 1 + form.scale_delta.double()
         target = (b0 if rule.replace is None else rule.replace.double()) * (scale if rule.scaled else 1)
+        if rule.scale_delta is not None:
+            target = target * (1 + rule.scale_delta.double())
         held = b0 * scale if site.bias_in_output else b0
         difference = target - held
         if difference.any():

@@ -72,6 +72,22 @@ FOURIERFT = {"peft_type": "FOURIERFT", "target_modules": ["q_proj"], "scaling": 
 FOURIERFT_TENSORS = {f"{Q}fourierft_spectrum": draw(17)}
 BOFT = {"peft_type": "BOFT", "target_modules": ["q_proj"]}
 BOFT_TENSORS = {f"{Q}boft_R": draw(1, 5, 6, 6), f"{Q}boft_s": draw(42, 1)}
+GLORA = {"peft_type": "GLORA", "target_modules": ["q_proj"], "config_A_B": "vector", "config_D_E": "vector"}
+GLORA_TENSORS = {
+    f"{Q}glora_A.X": draw(42, 1),
+    f"{Q}glora_B.X": draw(42, 1) + 1,
+    f"{Q}glora_C.Xd": draw(30, 3),
+    f"{Q}glora_C.Xu": draw(3, 1),
+    f"{Q}glora_D.X": draw(42),
+    f"{Q}glora_E.X": draw(42) - 1,
+}
+LOW_RANK = {key: GLORA_TENSORS[key] for key in GLORA_TENSORS if key.partition("glora_")[2][0] in "CDE"} | {
+    f"{Q}glora_A.Xd": torch.zeros(42, 3),
+    f"{Q}glora_A.Xu": draw(3, 30),
+    f"{Q}glora_B.Xd": draw(42, 3),
+    f"{Q}glora_B.Xu": draw(3, 30),
+}
+CONSTANT = {f"{Q}glora_{path}.X": draw(1) for path in "ABDE"} | {f"{Q}glora_C.zeros": torch.zeros(30, 1)}
 BEFT = {"peft_type": "BEFT", "target_modules": ["q_proj"]}
 BEFT_TENSORS = {f"{Q}beft_bias": draw(1, 42)}
 
@@ -146,6 +162,18 @@ BEFT_TENSORS = {f"{Q}beft_bias": draw(1, 42)}
         (BOFT, BOFT_TENSORS | {f"{Q}boft_s": draw(1, 42)}, ["boft_s", "(1, 42), not (out, 1)"]),
         (BOFT, BOFT_TENSORS | {f"{Q}boft_P": torch.eye(30).flip(0)[None]}, ["boft_P", "reorders the features"]),
         (BEFT, {f"{Q}beft_bias": draw(42, 1)}, ["beft_bias", "(42, 1), not (1, out)"]),
+        (GLORA | {"config_A_B": "lora"}, LOW_RANK | {f"{Q}glora_A.Xd": draw(42, 3)}, ["glora_A.Xd", "is of low rank"]),
+        (GLORA | {"config_A_B": "matrix"}, GLORA_TENSORS, ["field config_A_B", "'matrix' is no kind"]),
+        (GLORA | {"config_C": "matrix"}, GLORA_TENSORS, ["field config_C", "'matrix' is no kind"]),
+        (GLORA | {"config_D_E": "lora"}, GLORA_TENSORS, ["field config_D_E", "'lora' is no kind"]),
+        (GLORA | {"config_D_E": "constant"}, GLORA_TENSORS, ["glora_D.X", "(42,), which is no constant"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_A.X": draw(42, 2)}, ["glora_A.X", "(42, 2), which is no vector"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_D.X": draw(41)}, ["for 41 and for 42 output features"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_C.Xu": draw(2, 1)}, ["glora_C.Xu", "(2, 1) does not fit"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_C.Xu": draw(3, 2)}, ["glora_C.Xu", "(3, 2) does not fit"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_E.zeros": torch.ones(42)}, ["glora_E.zeros", "is not zero"]),
+        (GLORA, GLORA_TENSORS | {f"{Q}glora_E.zeros": torch.zeros(42)}, ["glora_E.X: is no tensor that GLORA"]),
+        (GLORA | {"config_A_B": "constant", "config_D_E": "constant"}, CONSTANT, ["number of output features"]),
     ],
 )
 def test_refused(config: dict[str, Any], tensors: Tensors, parts: list[str]) -> None:
@@ -231,17 +259,17 @@ def test_fourierft_bases_are_shared() -> None:
 
 
 def test_fourierft_of_a_real_layer() -> None:
-    """4096 by 4096 with the defaults, against the inverse Fourier transform; angles stay small and exact."""
-    base = {"q_proj": (4096, 4096)}
+    """2048 by 1536 with the defaults, against the inverse Fourier transform; angles stay small and exact."""
+    base = {"q_proj": (2048, 1536)}
     spectrum = draw(1000)
     tensors = {"base_model.model.q_proj.fourierft_spectrum": spectrum}
     config = {"peft_type": "FOURIERFT", "target_modules": ["q_proj"]}
     adapter = load_tensors(tensors, config, "real", base)
-    places = torch.randperm(4096 * 4096, generator=torch.Generator().manual_seed(777))[:1000]
-    dense = torch.zeros(4096 * 4096).index_put((places,), spectrum).view(4096, 4096)
-    x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0))
+    places = torch.randperm(2048 * 1536, generator=torch.Generator().manual_seed(777))[:1000]
+    dense = torch.zeros(2048 * 1536).index_put((places,), spectrum).view(2048, 1536)
+    x = torch.randn(3, 1536, generator=torch.Generator().manual_seed(0))
     expected = x @ (torch.fft.ifft2(dense).real * 150).T
-    actual = reference.apply(adapter.forms["q_proj"], adapter.bases, x, torch.zeros(1, 1).expand(4096, 4096), None)
+    actual = reference.apply(adapter.forms["q_proj"], adapter.bases, x, torch.zeros(1, 1).expand(2048, 1536), None)
     assert (actual - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
@@ -250,6 +278,26 @@ def test_boft_of_0_12() -> None:
     plain = load_tensors(BOFT_TENSORS, BOFT, "plain")
     old = load_tensors(BOFT_TENSORS | {f"{Q}boft_P": torch.eye(30)[None]}, BOFT, "old")
     assert old.digest == plain.digest and old.parameters == plain.parameters == 5 * 36 + 42
+
+
+def test_glora_of_low_rank() -> None:
+    """The default of PEFT, as far as it can be served: a low-rank ``B`` beside an ``A`` that stayed zero."""
+    form = load_tensors(LOW_RANK, GLORA | {"config_A_B": "lora"}, "low").forms["model.layers.0.self_attn.q_proj"]
+    x, weight, bias = draw(5, 30), draw(42, 30), draw(42) + 2
+    changed = weight + LOW_RANK[f"{Q}glora_B.Xd"] @ LOW_RANK[f"{Q}glora_B.Xu"]
+    shift = bias * (1 + LOW_RANK[f"{Q}glora_D.X"]) + LOW_RANK[f"{Q}glora_E.X"]
+    shift = shift + (weight @ LOW_RANK[f"{Q}glora_C.Xd"] @ LOW_RANK[f"{Q}glora_C.Xu"]).flatten()
+    expected = x @ changed.T + shift
+    actual = reference.apply(form, {}, x, weight, bias)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    assert form.scale_delta is None and form.fold.rank == 3
+
+
+def test_glora_of_a_bad_base() -> None:
+    form = load_tensors(GLORA_TENSORS, GLORA, "bad").forms["model.layers.0.self_attn.q_proj"]
+    weight = draw(42, 30).index_fill(0, torch.tensor([7]), torch.inf)
+    with pytest.raises(AdapterError, match=r"adapter 'bad': tensor model.*glora_C: .* not finite"):
+        form.fold.fold(form, weight)
 
 
 def test_an_untrained_adapter_is_said_to_have_no_effect() -> None:
@@ -268,6 +316,9 @@ SOUND: list[tuple[dict[str, Any], Tensors]] = [
     (UNILORA | {"save_indices": True}, UNILORA_TENSORS),
     (FOURIERFT | {"random_loc_seed": 4}, FOURIERFT_TENSORS),
     (BOFT, BOFT_TENSORS),
+    (GLORA | {"config_C": "lora"}, GLORA_TENSORS),
+    (GLORA | {"config_A_B": "lora"}, LOW_RANK),
+    (GLORA | {"config_A_B": "constant", "config_D_E": "constant"}, CONSTANT),
     (BEFT, BEFT_TENSORS),
 ]
 

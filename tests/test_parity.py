@@ -141,6 +141,10 @@ def beft(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.BeftConfig(**{"target_modules": ALL, **fields})
 
 
+def glora(**fields: Any) -> Callable[[], peft.PeftConfig]:
+    return lambda: peft.GloraConfig(**{"target_modules": ALL, "r": 3, "config_A_B": "vector", **fields})
+
+
 def pvera(**fields: Any) -> Callable[[], peft.PeftConfig]:
     return lambda: peft.PveraConfig(**{"target_modules": ALL, "r": 11, **fields})
 
@@ -243,6 +247,14 @@ CASES = {
             use_bdlora=peft.BdLoraConfig(
                 target_modules_bd_a=["0.q", "down_proj"], target_modules_bd_b=["v_proj"], nblocks=3, match_strict=False
             ),
+        ),
+        "BD-LoRA",
+    ),
+    "bdlora-bias": Case(
+        lora(
+            lora_bias=True,
+            use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=3),
+            target_modules=["q_proj"],
         ),
         "BD-LoRA",
     ),
@@ -381,6 +393,13 @@ CASES = {
     "boft-one-factor-anyway": Case(boft(boft_block_size=3, boft_n_butterfly_factor=2), "BOFT"),
     "boft-own-biases": Case(boft(bias="boft_only", target_modules=QV), "BOFT"),
     "boft-all-biases": Case(boft(bias="all", target_modules=["q_proj"]), "BOFT"),
+    "glora": Case(glora(), "GLoRA"),
+    "glora-vectors": Case(glora(config_C="vector", config_D_E="vector"), "GLoRA"),
+    "glora-constants": Case(glora(config_A_B="constant", config_C="none"), "GLoRA"),
+    "glora-biases-only": Case(glora(config_A_B="none", target_modules=["q_proj", "down_proj"]), "GLoRA"),
+    "glora-weights-only": Case(glora(config_C="none", config_D_E="none"), "GLoRA"),
+    "glora-all-biases": Case(glora(bias="all", config_D_E="vector", target_modules=QV), "GLoRA"),
+    "glora-own-biases": Case(glora(bias="glora_only", config_A_B="constant"), "GLoRA"),
     "beft": Case(beft(), "BEFT"),
     "beft-one-layer": Case(beft(target_modules=r"layers\.1\.(q|o)_proj"), "BEFT"),
     "pvera": Case(pvera(bias="pvera_only"), "PVeRA"),

@@ -21,7 +21,7 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def scaled_bias() -> Bias:
-    return Bias(replace=draw(OUT), add=draw(OUT) - 1, scaled=True)
+    return Bias(replace=draw(OUT), add=draw(OUT) - 1, scaled=True, scale_delta=draw(OUT) + 1)
 
 
 BASES = {"key": Basis(draw(7, 33), draw(7, 50))}
@@ -33,6 +33,7 @@ FORMS = {
     "scale": NormalForm(0, OUT, scale_delta=draw(OUT), bias=Bias(scaled=True)),
     "scale-of-new-bias": NormalForm(0, OUT, scale_delta=draw(OUT), bias=scaled_bias()),
     "scale-beside-bias": NormalForm(0, OUT, scale_delta=draw(OUT), bias=Bias(replace=draw(OUT))),
+    "scales-of-both": NormalForm(0, OUT, scale_delta=draw(OUT), bias=Bias(scale_delta=draw(OUT) + 1)),
     "input-scale": NormalForm(IN, 0, rotation=Rotation(draw(IN, 1, 1))),
     "rotation": NormalForm(IN, 0, rotation=Rotation(draw(5, 6, 6))),
     "rotation-shared": NormalForm(0, 0, rotation=Rotation(draw(1, 3, 3))),

@@ -170,7 +170,7 @@ def _is_identity(form: NormalForm) -> bool:
     something."""
     if form.deferred is not None or form.fold is not None or form.bias.replace is not None:
         return False
-    changes = [form.scale_delta, form.bias.add]
+    changes = [form.scale_delta, form.bias.add, form.bias.scale_delta]
     changes += [form.rotation.delta] if form.rotation else []
     changes += [form.pair.b] if form.pair else []
     changes += [form.shared.e * form.shared.d.any()] if form.shared else []

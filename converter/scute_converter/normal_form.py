@@ -122,11 +122,13 @@ class Bias:
     ``replace``: ``(out,)``, takes the place of ``b0`` (``bias="all"`` saves absolute values), or ``None``.
     ``add``: ``(out,)``, added unscaled after everything else (``lora_bias``), or ``None``.
     ``scaled``: whether ``s`` multiplies the base bias ((IA)3: yes; DoRA: no).
+    ``scale_delta``: ``(out,)``, a scale of the base bias alone (GLoRA), as its difference from 1, or ``None``.
     """
 
     replace: torch.Tensor | None = None
     add: torch.Tensor | None = None
     scaled: bool = False
+    scale_delta: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

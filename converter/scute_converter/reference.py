@@ -29,6 +29,8 @@ def apply(
         form = form.deferred.resolve(form, form.deferred.measure(weight, form))
     scale = 1 if form.scale_delta is None else 1 + form.scale_delta
     bias = bias if form.bias.replace is None else form.bias.replace
+    if bias is not None and form.bias.scale_delta is not None:
+        bias = bias * (1 + form.bias.scale_delta)
 
     rotated = x
     if form.rotation is not None:

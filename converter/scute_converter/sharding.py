@@ -29,6 +29,7 @@ def shard(form: NormalForm, rows: tuple[int, int], cols: tuple[int, int]) -> Nor
             replace=None if form.bias.replace is None else _cut(form.bias.replace, rows),
             add=None if form.bias.add is None else _cut(form.bias.add, rows),
             scaled=form.bias.scaled,
+            scale_delta=None if form.bias.scale_delta is None else _cut(form.bias.scale_delta, rows),
         ),
         deferred=form.deferred and form.deferred.shard(rows, cols),
     )

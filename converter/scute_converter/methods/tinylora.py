@@ -42,8 +42,9 @@ VARIANTS = (
 
 @register("TINYLORA", prefix="tinylora_", config=TinyLoraConfig, variants=VARIANTS)
 def convert(checkpoint: Checkpoint, config: TinyLoraConfig, base: Base) -> Conversion:
-    """``y = x W + b0 + x tinylora_A^T R^T tinylora_B^T`` with ``R = sum_i v[i] tinylora_P[i]``, folded into ``B``; a group
-    of successive layers shares one ``v`` (``peft.tuners.tinylora.layer.Linear``).
+    """``y = x W + b0 + x tinylora_A^T R^T tinylora_B^T`` with ``R = sum_i v[i] tinylora_P[i]``, folded into ``B``.
+
+    A group of successive layers shares one ``v`` (``peft.tuners.tinylora.layer.Linear``).
     """
     if not 0 <= config.weight_tying <= 1:
         problem = f"{config.weight_tying} is not within 0 and 1"

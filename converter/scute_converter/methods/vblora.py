@@ -41,8 +41,8 @@ class VBLoRAConfig(MethodConfig):
 
 @register("VBLORA", prefix="vblora_", config=VBLoRAConfig, variants=(Variant("VB-LoRA", "0.13", "A B"),))
 def convert(checkpoint: Checkpoint, config: VBLoRAConfig, base: Base) -> Conversion:
-    """``y = x W + b0 + (x A) B``, where every tile of ``A`` and ``B`` is the sum of the ``topk`` vectors of the bank with
-    the largest logits, weighted by the softmax of these logits (``peft.tuners.vblora.layer.Linear``).
+    """``y = x W + b0 + (x A) B``, where every tile of ``A`` and ``B`` is the sum of the ``topk`` vectors of the bank
+    with the largest logits, weighted by the softmax of these logits (``peft.tuners.vblora.layer.Linear``).
     """
     bank = checkpoint.take("", _BANK, dims=2).double()
     if not 1 <= config.topk <= bank.shape[0]:
