@@ -64,7 +64,7 @@ UNSERVED = {
     "LILY": "mixes matrices by an average over all tokens of a batch, so that requests would change each other",
     "LN_TUNING": "retrains normalisation layers, and makes no change of linear layers",
     "OSF": "retrains half of the singular values and vectors of the base weight, a change of full rank",
-    "PSOFT": "rotates singular vectors of the base weight, whose signs count, are not stored and differ between devices",
+    "PSOFT": "rotates singular vectors of the base weight, whose signs are not stored and differ between devices",
     "RANDLORA": "adds a sum of scaled random matrices, which is of full rank",
     "ROAD": "rotates pairs of output features, which is a change of full rank",
     "SHADOW": "runs a second network beside the layers, and makes no change of linear layers",
