@@ -11,6 +11,7 @@ error is at most 1.5 % of the adapter's own effect, and the largest error at mos
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import subprocess
@@ -20,11 +21,12 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from adapters import ALL, Recipe, ia3, lora, oft, redraw, vera
-from models import write_tokenizer
+from base_model import write_base
 from serving import Server, serve
+from shapes import MODELS
 
 MEAN_SHARE = 0.015  # of the adapter's effect
 LARGEST = 2.0  # times the largest error of a plain LoRA: two draws of the same rounding
@@ -50,41 +52,6 @@ LATER = {
     "oft_late": Recipe(oft(oft_block_size=32, target_modules=["o_proj", "gate_proj"]), 13),
     "vera_late": Recipe(vera(r=256, target_modules=["q_proj", "v_proj"], projection_prng_key=3), 14),
 }
-
-
-@torch.no_grad()
-def write_base(path: Path, layers: int) -> None:
-    """A random model with unit-gain layers and clearly peaked predictions, made on the GPU."""
-    tokenizer = write_tokenizer(path)
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float16",
-    )
-    torch.set_default_dtype(torch.float16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    generator = torch.Generator("cuda").manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.normal_(1, 0.1, generator=generator)
-        elif "embed_tokens" in name:
-            parameter.normal_(0, 1, generator=generator)
-        else:
-            gain = 3.0 if "lm_head" in name else 1.0
-            parameter.normal_(0, gain / parameter.shape[1] ** 0.5, generator=generator)
-    model.save_pretrained(str(path))
 
 
 def write_adapters(base: torch.nn.Module, folder: Path) -> None:
@@ -256,7 +223,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if not (base / "config.json").exists():
         base.mkdir(parents=True, exist_ok=True)
-        write_base(base, args.layers)
+        write_base(base, dataclasses.replace(MODELS["Llama-3.1-8B"], layers=args.layers))
     if not adapters.exists():
         model = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float16, device_map="cuda")
         write_adapters(model, adapters)

@@ -47,5 +47,6 @@ MODELS = {
         ModelShape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936),
         ModelShape("Qwen3-32B", 64, 5120, 64, 8, 128, 25600, 151936),
         ModelShape("Mistral-7B", 32, 4096, 32, 8, 128, 14336, 32768),
+        ModelShape("tiny", 2, 96, 6, 2, 16, 192, 320),  # no published model: to try a benchmark out on a CPU
     )
 }

@@ -1,0 +1,47 @@
+"""Writes a random base model of given shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models import write_tokenizer
+from shapes import ModelShape
+
+
+@torch.no_grad()
+def write_base(path: Path, shape: ModelShape, device: str = "cuda") -> None:
+    """A random Llama in fp16 with unit-gain layers and clearly peaked predictions, made on ``device``."""
+    tokenizer = write_tokenizer(path)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float16",
+    )
+    torch.set_default_dtype(torch.float16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.normal_(1, 0.1, generator=generator)
+        elif "embed_tokens" in name:
+            parameter.normal_(0, 1, generator=generator)
+        else:
+            gain = 3.0 if "lm_head" in name else 1.0
+            parameter.normal_(0, gain / parameter.shape[1] ** 0.5, generator=generator)
+    model.save_pretrained(str(path))
