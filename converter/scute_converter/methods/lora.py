@@ -121,7 +121,10 @@ def convert(checkpoint: Checkpoint, config: LoraConfig, base: Base) -> Conversio
     """``y = x W + b0 + scale * ((x lora_A^T) lora_B^T + bias_B)``; with a magnitude ``m`` (DoRA) and its ``s = m / n``:
     ``y = (x W) * s + b0 + scale * ((x lora_A^T) lora_B^T) * s``. The scale is folded into ``B`` in fp32.
 
-    PEFT: ``peft.tuners.lora.layer.Linear``, ``Embedding``.
+    QALoRA and BD-LoRA store other shapes of ``lora_A`` and ``lora_B``; KaSA has a diagonal between them and, as PiSSA
+    and OLoRA, another ``W``. VeLoRA and MonteCLoRA differ in training only.
+
+    PEFT: ``peft.tuners.lora.layer.Linear``, ``Embedding``, ``peft.tuners.lora.variants``.
     """
     notes = _check_initialisation(checkpoint.adapter, config)
     variant = _check_variant(checkpoint.adapter, config)
