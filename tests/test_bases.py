@@ -187,7 +187,14 @@ def test_refused(config: dict[str, Any], tensors: Tensors, parts: list[str]) -> 
         (
             TINYLORA | {"save_projection": False},
             {key: DRAWN[key] for key in DRAWN if V not in key and "_v.1" not in key},
-            ["v_proj is a linear layer to adapt of the base model only", "use the base model"],
+            ["v_proj has no tensors, but the config selects it", "use the base model"],
+        ),
+        (
+            TINYLORA | {"target_modules": ["q_proj", "v_proj", "embed_tokens"]},
+            TINYLORA_TENSORS
+            | {f"base_model.model.model.embed_tokens.tinylora_{side}": draw(3, 3) for side in "AB"}
+            | {"base_model.model.model.embed_tokens.tinylora_P": draw(7, 3, 3), "base_model.tinylora_v.2": draw(7)},
+            ["model.embed_tokens has tensors, but is no linear layer"],
         ),
         (TINYLORA | {"weight_tying": 0.5}, TINYLORA_TENSORS, ["tinylora_v.1", "belongs to none of the 2 layers"]),
         (TINYLORA, TIED, ["tensor tinylora_v.1: is missing"]),

@@ -116,7 +116,9 @@ def _in_order_of_the_base(adapter: str, config: TinyLoraConfig, base: Base, modu
         raise AdapterError(adapter, "weights", problem, _REMEDY)
     selected = list(selected_layers(adapter, config, base, _REMEDY))
     if odd := sorted(set(selected) ^ set(modules)):
-        where = "the file" if odd[0] in modules else "the base model"
-        problem = f"{odd[0]} is a linear layer to adapt of {where} only, so that the layers cannot be counted"
+        if odd[0] in selected:
+            problem = f"{odd[0]} has no tensors, but the config selects it"
+        else:
+            problem = f"{odd[0]} has tensors, but is no linear layer of the base model that the config selects"
         raise AdapterError(adapter, "weights", problem, "use the base model that the adapter is for")
     return selected
