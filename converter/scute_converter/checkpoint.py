@@ -26,9 +26,9 @@ def read_folder(adapter: str, folder: Path) -> tuple[dict[str, Any], dict[str, t
         inner = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
         remedy = f"give the path of the folder {inner[0]} in it" if inner else "give a folder saved by PEFT"
         raise AdapterError(adapter, str(folder), f"has no {CONFIG}", remedy)
-    config = _read_config(adapter, _inside(adapter, folder, CONFIG))
+    config = read_json(adapter, folder, CONFIG)
     if (folder / SAFETENSORS).exists():
-        return config, _read_safetensors(adapter, _inside(adapter, folder, SAFETENSORS))
+        return config, read_safetensors(adapter, folder, SAFETENSORS)
     if (folder / BIN).exists():
         return config, _read_bin(adapter, _inside(adapter, folder, BIN))
     raise AdapterError(adapter, str(folder), f"has neither {SAFETENSORS} nor {BIN}", "copy the weights into it")
@@ -44,23 +44,27 @@ def _inside(adapter: str, folder: Path, name: str) -> Path:
     return target
 
 
-def _read_config(adapter: str, file: Path) -> dict[str, Any]:
+def read_json(adapter: str, folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of the folder."""
+    file = _inside(adapter, folder, name)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(adapter, CONFIG, f"is not JSON ({error})", "copy the file again") from error
-    if not isinstance(config, dict):
-        raise AdapterError(adapter, CONFIG, "is not a JSON object", "copy the file again")
-    return config
+        raise AdapterError(adapter, name, f"is not JSON ({error})", "copy the file again") from error
+    if not isinstance(content, dict):
+        raise AdapterError(adapter, name, "is not a JSON object", "copy the file again")
+    return content
 
 
-def _read_safetensors(adapter: str, file: Path) -> dict[str, torch.Tensor]:
+def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors in a file of the folder, memory-mapped."""
+    file = _inside(adapter, folder, name)
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, safetensors.SafetensorError) as error:
         problem = f"is broken or cut off ({error})"
-        raise AdapterError(adapter, SAFETENSORS, problem, "download or copy the file again") from error
+        raise AdapterError(adapter, name, problem, "download or copy the file again") from error
 
 
 def _read_bin(adapter: str, file: Path) -> dict[str, torch.Tensor]:

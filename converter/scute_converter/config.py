@@ -51,7 +51,7 @@ def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
     for name, value in raw.items():
         where, shown = f"field {name} of adapter_config.json", reprlib.repr(value)
         if name in known:
-            if not _has_type(value, hints[name]):
+            if not has_type(value, hints[name]):
                 problem = f"{shown} is not of type {known[name].type}"
                 raise AdapterError(adapter, where, problem, "save the adapter again with PEFT")
             values[name] = value
@@ -63,16 +63,16 @@ def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
     return record(**values)
 
 
-def _has_type(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
     """Whether a JSON value is of an annotated type; an integer is a float, a boolean is neither, and numbers are finite
     and of a size that torch can take."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, argument) for argument in arguments)
+        return any(has_type(value, argument) for argument in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
+        return isinstance(value, list) and all(has_type(item, arguments[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
+        return isinstance(value, dict) and all(has_type(item, arguments[1]) for item in value.values())
     if hint is float:
         return type(value) in (int, float) and abs(value) < float("inf") and abs(value) < 2**1023
     if hint is int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import scute_converter.methods  # noqa: F401 (registers the methods)
+from scute_converter import native
 from scute_converter.base import Base, BaseShapes
 from scute_converter.checkpoint import CONFIG, Checkpoint, read_folder
 from scute_converter.config import MethodConfig, parse
@@ -31,7 +32,8 @@ def load(
     base: BaseShapes | None = None,
     base_dtype: torch.dtype | None = None,
 ) -> Adapter:
-    """Load the folder of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors`` or ``.bin``.
+    """Load the folder of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors`` or ``.bin``, or
+    ``scute_adapter.json`` and ``scute_adapter.safetensors`` (``native.py``).
 
     ``name``: for messages; the name of the folder if None. ``base``: shapes of the linear layers of the base model,
     and ``base_dtype``: the type of its weights (fp32 if they are quantised); both are needed only by adapters that do
@@ -39,6 +41,11 @@ def load(
     """
     folder = Path(path)
     name = name or folder.resolve().name
+    if (folder / native.HEADER).exists():
+        if (folder / CONFIG).exists():
+            problem = f"holds both {native.HEADER} and {CONFIG}, which may be two adapters"
+            raise AdapterError(name, str(folder), problem, "move one of them to a folder of its own")
+        return _with_effect_noted(native.read(name, folder))
     config, tensors = read_folder(name, folder)
     return load_tensors(tensors, config, name, base, base_dtype)
 
@@ -73,17 +80,25 @@ def load_tensors(
     notes = [*conversion.notes, *bias_notes]
     if checkpoint.wrappers:
         notes.append(f"names of training wrappers removed from the keys: {', '.join(sorted(checkpoint.wrappers))}")
-    if all(_is_identity(form) for form in forms.values()):
-        notes.append("the adapter has no effect: every change in it is zero")
-    return Adapter(
-        method=conversion.method,
-        forms=forms,
-        bases=conversion.bases,
-        digest=digest({"forms": forms, "bases": conversion.bases}),
-        parameters=checkpoint.parameters,
-        notes=tuple(notes),
-        payloads=payloads,
+    return _with_effect_noted(
+        Adapter(
+            method=conversion.method,
+            forms=forms,
+            bases=conversion.bases,
+            digest=digest({"forms": forms, "bases": conversion.bases}),
+            parameters=checkpoint.parameters,
+            notes=tuple(notes),
+            payloads=payloads,
+        )
     )
+
+
+def _with_effect_noted(adapter: Adapter) -> Adapter:
+    """With a note if the adapter changes nothing (a file of Scute's own may have it already)."""
+    note = "the adapter has no effect: every change in it is zero"
+    if note in adapter.notes or not all(_is_identity(form) for form in adapter.forms.values()):
+        return adapter
+    return replace(adapter, notes=(*adapter.notes, note))
 
 
 def _method(adapter: str, config: Mapping[str, Any]) -> Method:

@@ -137,6 +137,10 @@ class NormalForm:
     tensor of the adapter has that length ((IA)3 knows one of the two, VeRA only ``out``).
 
     For an embedding ``in`` is the vocabulary, and the weight that ``deferred`` measures is ``(dim, vocab)``.
+
+    ``base_sample``: where slots were made from a base weight before loading (``scute_converter.native``), the start of
+    its first row, ``W[0, :8]`` as PyTorch stores it, by which another base model is refused. It is no part of what is
+    computed.
     """
 
     in_features: int
@@ -148,6 +152,7 @@ class NormalForm:
     bias: Bias = field(default_factory=Bias)
     deferred: Deferred | None = None
     fold: Fold | None = None
+    base_sample: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ def shard(form: NormalForm, rows: tuple[int, int], cols: tuple[int, int]) -> Nor
 
     The outputs of shards of the input are partial sums, and biases belong to one of them only: the caller drops
     ``bias`` on the others. A shared basis stays whole (``d`` and ``e`` refer to it); the caller reads it from
-    ``(cols[0], rows[0])`` on. What waits for the whole weight must be
-    folded before. Raises ValueError if the rotation mixes features of two shards.
+    ``(cols[0], rows[0])`` on. What waits for the whole weight must be folded before, and ``base_sample``, which is of
+    the whole form, is dropped. Raises ValueError if the rotation mixes features of two shards.
     """
     assert form.fold is None
     return NormalForm(

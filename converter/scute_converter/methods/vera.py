@@ -94,7 +94,7 @@ def _drawn(
     Their sizes are maxima over all linear layers that the config selects, and they are rounded to the type of the base
     weights, so both must be known. ``rows``: of ``A``.
     """
-    remedy = "save the adapter with save_projection=true"
+    remedy = "save the adapter with save_projection=true, or give the base model to scute inspect or convert (--base)"
     if not base.shapes or base.dtype is None:
         problem = "false: the projections must be drawn again, which needs the shapes and the type of the base model"
         raise AdapterError(adapter, "field save_projection of adapter_config.json", problem, remedy)
