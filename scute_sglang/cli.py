@@ -1,17 +1,27 @@
-"""The command ``scute``: what an adapter is, and whether it can be served, without a server or a base model."""
+"""The command ``scute``: what an adapter is, whether a server will serve it, and how to bring it into Scute's format.
+
+SGLang is never imported, and transformers only for a base model, so that a look at a file takes no longer than torch.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from scute_converter import Adapter, AdapterError, NormalForm, load
+from scute_converter import Adapter, AdapterError, NormalForm, load, native
 from scute_converter.checkpoint import BIN, SAFETENSORS
+from scute_sglang import fit, options
+from scute_sglang.base_folder import BaseFolder, BaseModelError
+from scute_sglang.convert import check_base_samples
+from scute_sglang.convert import convert as convert_adapter
 
 # Bytes of a number in fp16 and bf16, the types that an adapter is served in.
 _SERVED_BYTES = 2
@@ -24,15 +34,37 @@ def scute() -> None:
     """Scute on SGLang: PEFT adapters of many methods, served exactly, in one batch."""
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A refused adapter or base model, or a full disk, ends the command with the reason and exit code 1."""
+    try:
+        yield
+    except (AdapterError, BaseModelError) as error:
+        typer.echo(f"refused: {error}", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"not written: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with adapter_config.json and the weights.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the adapter, as PEFT saves it or converted.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Check it against this base model too: a folder, or an id on the Hub."),
+    ] = None,
 ) -> None:
     """Show what an adapter changes and what serving it takes, or why it is refused.
 
     [bold]Example[/bold]
 
-        scute inspect ./my-adapter
+        scute inspect ./my-adapter --base ./my-model
+
+    With [bold]--base[/bold] the verdict is that of a server of this model: modules, shapes, biases and rank. Its
+    weights are not loaded.
 
     Slots that are [bold]live[/bold] are applied to every token; what is [bold]folded[/bold] is part of another slot and
     costs nothing. A B: low-rank pair. s: output scale. g: input scale. R(k): rotation of the input in blocks of k
@@ -40,12 +72,9 @@ def inspect(
 
     Exit code 1: the adapter is refused, with the reason on standard error.
     """
-    try:
-        adapter = load(folder)
-    except AdapterError as error:
-        typer.echo(f"refused: {error}", err=True)
-        raise typer.Exit(1) from None
-    weights = folder / SAFETENSORS if (folder / SAFETENSORS).exists() else folder / BIN
+    with _refusals():
+        adapter, base_notes = (load(folder), []) if base is None else _checked(folder, base)
+    weights = next(folder / file for file in (native.WEIGHTS, SAFETENSORS, BIN) if (folder / file).exists())
     console = Console()
     console.print(f"[bold]{adapter.method}[/bold], {adapter.parameters:,} trained parameters")
     console.print(f"stored: {weights.stat().st_size:,} bytes in {weights.name}")
@@ -53,15 +82,68 @@ def inspect(
     console.print(f"served: {own * _SERVED_BYTES:,} bytes in fp16 or bf16")
     if shared:
         console.print(f"shared: {shared * _SERVED_BYTES:,} bytes, once for all adapters with the same projections")
-    console.print(_table(adapter))
+    converted = weights.name == native.WEIGHTS
+    console.print(_table(adapter, converted))
+    if base is not None:
+        console.print(f"fits {base}: all {len(adapter.forms)} modules and their shapes", soft_wrap=True)
     for module, payload in adapter.payloads.items():
         console.print(f"note: the file holds {module} {tuple(payload.shape)}, which must equal that of the base model")
-    for note in adapter.notes:
-        console.print(f"note: {note}")
+    for note in [*adapter.notes, *base_notes]:
+        console.print(f"note: {note}", soft_wrap=True)
 
 
-def _table(adapter: Adapter) -> Table:
-    """One row per projection (``q_proj``): the same projection of other layers may differ in rank and slots."""
+def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
+    """The adapter, by the server's rules for this base model, and notes on what only the server knows."""
+    base = BaseFolder.open(model)
+    name = folder.resolve().name
+    # Like the server, which knows all linear layers of some families only.
+    adapter = load(folder, name, base.shapes if base.known else None, base.dtype)
+    fit.check(name, adapter, base.projections, options.DEFAULT_MAX_RANK)
+    notes = []
+    if not base.known:
+        notes.append(f"which modules of {base.family} models can be adapted is known for certain to the server only")
+    if base.quantised:
+        notes.append("the base model is quantised: whether each of its layers can be adapted, the server knows only")
+    sampled = any(form.base_sample is not None for form in adapter.forms.values())
+    if sampled and base.has_weights and not base.quantised:
+        check_base_samples(name, adapter, base)
+    elif sampled:
+        notes.append("whether it was converted for this very base model, the server knows only")
+    return adapter, notes
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of the adapter.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; it must not exist or be empty.")],
+    base: Annotated[str, typer.Option(metavar="MODEL", help="The base model: a folder, or an id on the Hub.")],
+) -> None:
+    """Write an adapter in Scute's own format, which a server loads without knowing the method.
+
+    [bold]Example[/bold]
+
+        scute convert ./my-dora ./my-dora-scute --base ./my-model
+
+    What needs the base weights, such as DoRA's norms, is worked out with those of MODEL, once. A server whose base
+    model is another one refuses what was made that way.
+
+    Exit code 1: the adapter or the base model is refused, with the reason on standard error.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise typer.BadParameter(f"{destination} exists and is not empty", param_hint="DST")
+
+    def progress(modules: Iterable[str]) -> Iterable[str]:
+        return track(list(modules), "converting", console=Console(stderr=True), transient=True)
+
+    with _refusals():
+        adapter = convert_adapter(source, destination, BaseFolder.open(base), progress)
+    size = (destination / native.WEIGHTS).stat().st_size
+    typer.echo(f"{destination}: {adapter.method}, {len(adapter.forms)} modules, {size:,} bytes")
+
+
+def _table(adapter: Adapter, converted: bool) -> Table:
+    """One row per projection (``q_proj``): the same projection of other layers may differ in rank and slots. What was
+    folded when it was ``converted`` is not known."""
     projections: dict[str, list[NormalForm]] = defaultdict(list)
     for module, form in adapter.forms.items():
         projections[module.rpartition(".")[2]].append(form)
@@ -72,7 +154,7 @@ def _table(adapter: Adapter) -> Table:
             str(len(forms)),
             _merge(_rank(adapter, form) for form in forms),
             _merge(" ".join(_live(form)) for form in forms),
-            _merge(_folded(form) for form in forms),
+            "" if converted else _merge(_folded(form) for form in forms),
             f"{sum(map(_elements, forms)) * _SERVED_BYTES:,}",
         )
     return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,12 +18,12 @@ from sglang.srt.runtime_context import get_parallel
 import scute_converter
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
-from scute_sglang import options
+from scute_sglang import fit, options
 from scute_sglang.backend import ScuteLoRABackend
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
-from scute_sglang.sites import Projection, Site, wrap_model
-from scute_sglang.weights import weight_as_served
+from scute_sglang.sites import Site, wrap_model
+from scute_sglang.weights import held_weight, sharded_ranges, shows_weight, weight_as_served
 
 logger = logging.getLogger(__name__)
 
@@ -129,19 +129,27 @@ class ScuteLoRAManager(LoRAManager):
         name = lora_ref.lora_name
         assert name is not None
 
-        def prepare() -> tuple[Adapter, list[_Part], dict[str, torch.Tensor]]:
+        def start() -> Adapter:
             self._check_name_and_pin(lora_ref)
             adapter = read()
-            parts = self._place_on_sites(name, adapter)
+            fit.check(name, adapter, self.site_map.projections, self.max_lora_rank)
             self._check_payloads(name, adapter)
+            self._check_base_samples(name, adapter)
+            return adapter
+
+        adapter, _ = self._on_all_ranks(start, share=lambda _: None)
+        whole = {path: self._folded(path, form) for path, form in adapter.forms.items()}
+
+        def measure() -> tuple[list[_Part], dict[str, torch.Tensor]]:
+            parts = self._place_on_sites(name, whole)
             measured = {
                 part.key: part.form.deferred.measure(weight_as_served(part.site), part.form).cpu()
                 for part in parts
                 if part.form.deferred is not None
             }
-            return adapter, parts, measured
+            return parts, measured
 
-        (adapter, parts, measured), all_measured = self._on_all_ranks(prepare, share=lambda result: result[2])
+        (parts, measured), all_measured = self._on_all_ranks(measure, share=lambda result: result[1])
 
         def finish() -> LoadedAdapter:
             forms, shifts = {}, {}
@@ -152,7 +160,7 @@ class ScuteLoRAManager(LoRAManager):
                     if part.site.input_sharded:  # each rank has measured its share, or has none
                         total = torch.stack([rank[part.key] for rank in all_measured if part.key in rank]).sum(dim=0)
                     form = form.deferred.resolve(form, total)
-                shift = output_shift(name, part.site, form)
+                shift = output_shift(part.site, form)
                 if shift is not None:
                     shifts[index] = shift
                 forms[index] = form
@@ -215,21 +223,23 @@ class ScuteLoRAManager(LoRAManager):
                 "raise --max-loras-per-batch"
             )
 
-    def _place_on_sites(self, name: str, adapter: Adapter) -> list[_Part]:
-        """Match the adapter's modules to sites and shard them. Raises ``ValueError`` for what has no place."""
-        unknown = [path for path in adapter.forms if path not in self.site_map.projections]
-        if unknown:
-            known = len(adapter.forms) - len(unknown)
-            nearest = self.site_map.nearest(unknown[0])
-            raise ValueError(
-                f"adapter {name}: {unknown[0]} is no module of this model that can serve adapters "
-                f"({known} of {len(adapter.forms)} modules matched; the nearest is {nearest}): "
-                "was it trained for another model, or with another module layout?"
-            )
+    def _folded(self, path: str, form: NormalForm) -> NormalForm:
+        """The form with what needs the whole base weight worked out; every rank does it, from the same weight."""
+        if form.fold is None:
+            return form
+        fold, projection, group = form.fold, self.site_map.projections[path], get_parallel().tp_group
+        held, ranges = self._on_all_ranks(lambda: held_weight(projection), share=lambda _: sharded_ranges(projection))
+        if len(ranges) > 1:
+            if ranges[group.rank_in_group] in ranges[: group.rank_in_group]:
+                held.zero_()  # a replica: an earlier rank brings it
+            held = group.all_reduce(held)
+        return self._on_all_ranks(lambda: fold.fold(form, held), share=lambda _: None)[0]
+
+    def _place_on_sites(self, name: str, forms: Mapping[str, NormalForm]) -> list[_Part]:
+        """The parts of the forms at this rank's sites. Raises ``ValueError`` for what cannot be sharded."""
         parts = []
-        for path, form in adapter.forms.items():
+        for path, form in forms.items():
             projection = self.site_map.projections[path]
-            check_form(name, projection, form, self.max_lora_rank)
             for slice_number, site in enumerate(projection.sites):
                 if site.rows[0] == site.rows[1] or site.cols[0] == site.cols[1]:
                     continue  # this rank computes only padding of this projection
@@ -246,27 +256,27 @@ class ScuteLoRAManager(LoRAManager):
     def _check_payloads(self, name: str, adapter: Adapter) -> None:
         """PEFT saves whole embeddings beside some adapters; served are the base's, so they must be the same."""
         for path, stored in adapter.payloads.items():
-            projection = self.site_map.projections.get(path)
-            if projection is None:
-                raise ValueError(
-                    f"adapter {name}: it brings a weight of {path}, which the model does not have "
-                    f"(the nearest is {self.site_map.nearest(path)}): was it trained for another model?"
-                )
-            site = projection.sites[0]
+            site = self.site_map.projections[path].sites[0]
             weight = site.layer.base_layer.weight
             shard = getattr(site.layer.base_layer, "shard_indices", None)
             first, last = (
                 (0, weight.shape[0]) if shard is None else (shard.org_vocab_start_index, shard.org_vocab_end_index)
             )
             held = weight[: last - first].detach()
-            vocabulary = site.layer.base_layer.org_vocab_size
-            if stored.shape != (vocabulary, weight.shape[1]) or not torch.equal(
-                stored[first:last].to(held.device, held.dtype), held
-            ):
-                raise ValueError(
-                    f"adapter {name}: it brings its own weight of {path}, which differs from the base model's and is "
-                    "not served: train without modules_to_save and without resizing the vocabulary, or merge it"
-                )
+            if not torch.equal(stored[first:last].to(held.device, held.dtype), held):
+                raise fit.other_payload(name, path)
+
+    def _check_base_samples(self, name: str, adapter: Adapter) -> None:
+        """Slots that were made from a base weight by ``scute convert`` must have been made from this one. The rank that
+        holds the start of the weight checks."""
+        for path, form in adapter.forms.items():
+            if form.base_sample is None:
+                continue
+            for site in self.site_map.projections[path].sites:
+                inputs = min(len(form.base_sample), site.cols[1])
+                if site.rows[0] == site.cols[0] == 0 and site.rows[1] and inputs:
+                    held = weight_as_served(site, inputs)[0]
+                    fit.check_base_sample(name, path, form.base_sample[:inputs], held, exact=shows_weight(site))
 
     def _pack(
         self,
@@ -336,27 +346,7 @@ class ScuteLoRAManager(LoRAManager):
         return any(self.loras[uid].rotated for uid in uids)
 
 
-def check_form(name: str, projection: Projection, form: NormalForm, max_rank: int) -> None:
-    """Raises ``ValueError`` if the form does not fit the projection of this model."""
-    where = f"adapter {name}, {projection.name}"
-    for side, found, expected in (
-        ("input", form.in_features, projection.in_features),
-        ("output", form.out_features, projection.out_features),
-    ):
-        if found not in (0, expected):  # 0: no tensor of the adapter has that length
-            raise ValueError(
-                f"{where}: made for {found} {side} features, but the model has {expected}: "
-                "it was trained for another model"
-            )
-    if projection.embedding and (form.shared or form.rotation or form.scale_delta is not None or form.deferred):
-        raise ValueError(f"{where}: only plain LoRA is served on embeddings; train without {projection.name} as target")
-    if form.pair is not None and form.pair.rank > max_rank:
-        raise ValueError(f"{where}: rank {form.pair.rank} exceeds {max_rank}: start the server with --max-lora-rank")
-    if form.shared is not None and form.shared.d.numel() > max_rank:
-        raise ValueError(f"{where}: rank {form.shared.d.numel()} exceeds {max_rank}: start with --max-lora-rank")
-
-
-def output_shift(name: str, site: Site, form: NormalForm) -> torch.Tensor | None:
+def output_shift(site: Site, form: NormalForm) -> torch.Tensor | None:
     """What the site adds to its output so that the bias comes out as the method has it; ``(out,)`` fp32, or ``None``.
 
     The layer's output holds ``b0`` (unless SGLang hands it out separately) and is multiplied by ``s`` as a whole, so a
@@ -364,11 +354,6 @@ def output_shift(name: str, site: Site, form: NormalForm) -> torch.Tensor | None
     """
     base_bias = site.bias
     rule = form.bias
-    if rule.replace is not None and base_bias is None:
-        raise ValueError(
-            f"adapter {name}, site {site.index}: it replaces a bias of the base layer, which has none: "
-            "it was trained for another model"
-        )
     if not site.adds_bias:
         return None
     shift = None if rule.add is None else rule.add.double()

@@ -8,8 +8,6 @@ ranges of one projection.
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +18,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.lora.utils import auto_detect_lora_target_modules, get_normalized_target_modules
 from torch import nn
 
+from scute_sglang.fit import KNOWN_LINEAR_LAYERS, LANGUAGE_MODEL, SLICE_NAMES
 from scute_sglang.layers import (
     ScuteLayer,
     ScuteMergedColumnParallelLinear,
@@ -32,15 +31,6 @@ from scute_sglang.layers import (
 
 # Multi-head latent attention multiplies by this weight inside its own kernels, past any wrapper.
 NOT_SERVED = frozenset({"kv_b_proj"})
-
-# Decoder layers and the vocabulary's two ends; not the layers of vision towers, whose rows are not those of the batch.
-LANGUAGE_MODEL = re.compile(r"((language_model|model)\.)*(layers\.\d+\.|embed_tokens$|lm_head$)")
-
-# How Hugging Face names the slices of the modules that SGLang fuses.
-SLICE_NAMES = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-# ``model_type`` of the families whose linear layers are the seven split projections and the head, and nothing else.
-KNOWN_LINEAR_LAYERS = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
 
 Range = tuple[int, int]
 
@@ -92,6 +82,10 @@ class Projection:
     embedding: bool = False
     fused: bool = False
 
+    @property
+    def has_bias(self) -> bool:
+        return self.sites[0].bias is not None
+
 
 @dataclass(frozen=True)
 class SiteMap:
@@ -129,13 +123,6 @@ class SiteMap:
             return {}
         named = {name: p for name, p in self.projections.items() if not p.embedding and not p.fused}
         return {name: (p.out_features, p.in_features) for name, p in named.items()}
-
-    def nearest(self, name: str) -> str:
-        """The known projection that ``name`` most likely means."""
-        leaf = name.rsplit(".", 1)[-1]
-        same_leaf = [known for known in self.projections if known.rsplit(".", 1)[-1] == leaf]
-        matches = difflib.get_close_matches(name, same_leaf or list(self.projections), n=1, cutoff=0.0)
-        return matches[0] if matches else "none"
 
 
 def wrap_model(model: nn.Module, lora_backend) -> SiteMap:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
-from scute_sglang.sites import Site
+from scute_sglang.sites import Projection, Range, Site
 
 PROBE_ROWS = 512  # rows of the identity per pass: enough for a GEMM, little memory
 
 
-def weight_as_served(site: Site) -> torch.Tensor:
+def shows_weight(site: Site) -> bool:
+    """Whether the layer's weight is that which its GEMM computes with, in a layout that can be read."""
+    layer = site.layer.base_layer
+    plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+    return plain and not getattr(layer, "use_intel_amx_backend", False)  # AMX repacks even unquantised weights
+
+
+def weight_as_served(site: Site, inputs: int | None = None) -> torch.Tensor:
     """The effective weight of a site: ``(out, in)``, this rank's shard, on the layer's device.
 
-    Unquantised layers show it directly. For any other, rows of the identity go through the layer's own quantised
-    GEMM, so that what comes out is the weight that requests really meet, in whatever format it is stored.
+    ``inputs``: how many of the input features, from the first on; all if None. Unquantised layers show it directly. For
+    any other, rows of the identity go through the layer's own quantised GEMM, so that what comes out is the weight that
+    requests really meet, in whatever format it is stored.
     """
     layer = site.layer.base_layer
     start, stop = site.local_rows
-    real = site.cols[1] - site.cols[0]  # SGLang may have padded the inputs behind them
-    plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-    if plain and not getattr(layer, "use_intel_amx_backend", False):  # AMX repacks even unquantised weights
+    real = site.cols[1] - site.cols[0] if inputs is None else inputs  # SGLang may have padded the inputs behind them
+    if shows_weight(site):
         return layer.weight[start:stop, :real]
     width = getattr(layer, "input_size_per_partition", layer.input_size)
     device = next(layer.parameters()).device
@@ -31,3 +38,19 @@ def weight_as_served(site: Site) -> torch.Tensor:
         probe[torch.arange(rows), first + torch.arange(rows)] = 1
         columns.append(layer.quant_method.apply(layer, probe, None)[:, start:stop].T)
     return torch.cat(columns, dim=1)
+
+
+def held_weight(projection: Projection) -> torch.Tensor:
+    """The effective weight of a projection as far as this rank holds it: ``(out, in)`` of the whole projection, a copy
+    in fp32 on the layer's device. Where other ranks hold it, there are zeros, so that the ranks' sum is the weight."""
+    device = next(projection.sites[0].layer.base_layer.parameters()).device
+    held = torch.zeros(projection.out_features, projection.in_features, device=device)
+    for site in projection.sites:
+        if site.rows[0] < site.rows[1] and site.cols[0] < site.cols[1]:  # else only padding
+            held[slice(*site.rows), slice(*site.cols)] = weight_as_served(site)
+    return held
+
+
+def sharded_ranges(projection: Projection) -> list[tuple[Range, Range]]:
+    """Output and input features of each site that this rank computes."""
+    return [(site.rows, site.cols) for site in projection.sites]
