@@ -34,6 +34,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -840,6 +841,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     records = Records(args.out / "server.csv")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers and files do not stay behind
     with tempfile.TemporaryDirectory(prefix="scute-", dir=args.work) as work:
         try:
             Bench(args, records, Path(work)).run()
