@@ -770,7 +770,7 @@ def write_report(args: argparse.Namespace, records: Records) -> None:
         f"{shape.name} shapes, {shape.layers} layers, random weights. Decode: {PROMPT_TOKENS} tokens in, {args.tokens}",
         f"out; prefill: {PREFILL_TOKENS} in, 1 out. Medians of bursts after one to warm up. Stock is `triton_v2`.",
         "Made by `benchmarks/server.py`, which says how times are measured; all figures are in `server.csv`.",
-        "Bars 12, 13 and 17 are measured elsewhere.",
+        "It does not measure bars 12, 13 and 17.",
         "",
         "| # | what | figure | bar | aim | passed | remark |",
         "|---|---|---|---|---|---|---|",
