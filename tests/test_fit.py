@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from models import FAMILIES, TIED, write_model
+from scute_converter import AdapterError
 from scute_sglang.base_folder import ADAPTABLE, BaseFolder, BaseModelError
 from scute_sglang.cli import app
-from scute_sglang.fit import LANGUAGE_MODEL
+from scute_sglang.fit import LANGUAGE_MODEL, check_base_sample
 from serving import Server
 
 ATTENTION = "model.layers.{}.self_attn."
@@ -212,3 +215,36 @@ BaseFolder.open(sys.argv[1]).weight("model.layers.0.self_attn.q_proj")
 assert "sglang" not in sys.modules and "peft" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program, str(llama)], check=True)
+
+
+def test_a_base_of_the_hub(llama: Path, tmp_path: Path) -> None:
+    """Its files come from the cache of the Hub's client; the machine is told to be offline."""
+    cached = tmp_path / "hub" / "models--me--tiny"
+    shutil.copytree(llama, cached / "snapshots" / "0123abcd")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd")
+    program = """
+from scute_sglang.base_folder import BaseFolder, BaseModelError
+base = BaseFolder.open("me/tiny")
+assert base.weight("model.layers.0.self_attn.q_proj").shape == (120, 72) and base.folder is None
+try:
+    BaseFolder.open("me/other")
+except BaseModelError as error:
+    assert str(error).startswith("base model me/other: there is no such folder, and config.json did not come"), error
+else:
+    raise SystemExit("me/other was found")
+"""
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=tmp_path)
+
+
+def test_a_sample_of_a_quantised_weight_may_be_off_by_a_tenth() -> None:
+    sample = torch.tensor([0.5, -1.0, 2.0, 0.25, 1.0, -0.125, 3.0, 1.5])
+    check = partial(check_base_sample, "mine", "lm_head", sample)
+    rounded = sample.half()
+    rounded[2] += 2**-6
+    check((sample * 1.09).bfloat16(), exact=False)
+    check(sample.half(), exact=True)
+    for held, exact in ((rounded, True), (sample * 1.11, False), (-sample, False)):
+        with pytest.raises(AdapterError, match=r"module lm_head: was converted for another base model"):
+            check(held, exact=exact)
