@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -85,11 +86,12 @@ def inspect(
     converted = weights.name == native.WEIGHTS
     console.print(_table(adapter, converted))
     if base is not None:
-        console.print(f"fits {base}: all {len(adapter.forms)} modules and their shapes", soft_wrap=True)
+        fits = f"fits {base}: all {len(adapter.forms)} modules and their shapes"
+        console.print(fits, markup=False, soft_wrap=True)
     for module, payload in adapter.payloads.items():
         console.print(f"note: the file holds {module} {tuple(payload.shape)}, which must equal that of the base model")
     for note in [*adapter.notes, *base_notes]:
-        console.print(f"note: {note}", soft_wrap=True)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
@@ -178,7 +180,7 @@ def _live(form: NormalForm) -> list[str]:
         slots.append("g" if form.rotation.block == 1 else f"R({form.rotation.block})")
     if form.scale_delta is not None or form.deferred is not None:
         slots.append("s")
-    if form.bias.replace is not None or form.bias.add is not None:
+    if _shift(form) is not None:
         slots.append("bias")
     if form.pair or form.fold:
         slots.append("A B")
@@ -198,7 +200,7 @@ def _folded(form: NormalForm) -> str:
 def _elements(form: NormalForm) -> int:
     """Numbers of the slots of one projection. A deferred scale has one per output feature, like its magnitude, and a
     pair that is still to be folded replaces the one that is stored."""
-    tensors = [form.scale_delta, form.bias.replace if form.bias.add is None else form.bias.add]
+    tensors = [form.scale_delta, _shift(form)]
     tensors += [form.rotation.delta] if form.rotation else []
     tensors += [form.pair.a, form.pair.b] if form.pair and not form.fold else []
     tensors += [form.shared.d, form.shared.e] if form.shared else []
@@ -206,6 +208,12 @@ def _elements(form: NormalForm) -> int:
     if form.fold is not None:
         deferred += form.fold.rank * (form.in_features + form.out_features)
     return deferred + sum(tensor.numel() for tensor in tensors if tensor is not None)
+
+
+def _shift(form: NormalForm) -> torch.Tensor | None:
+    """A tensor as long as the output shift that is served, None if there is none."""
+    changes = (form.bias.replace, form.bias.add, form.bias.scale_delta)
+    return next((change for change in changes if change is not None), None)
 
 
 def _basis_elements(adapter: Adapter) -> list[int]:
