@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from scute_converter.finite import is_finite
 from scute_converter.normal_form import Basis, NormalForm
+from scute_converter.parallel import each
 from scute_kernels import table
 
 PART_ALIGNMENT = 16  # bytes; the widest load of one thread
@@ -160,11 +162,14 @@ class _Packer:
 
     def block(self) -> torch.Tensor:
         block = torch.zeros(self._end, dtype=self._dtype, pin_memory=torch.cuda.is_available())
-        for part in self._parts.values():
+
+        def place(part: _Part) -> None:
             packed = block[part.offset : part.offset + part.source.numel()]
             packed.copy_(part.source.reshape(-1))
-            if not packed.isfinite().all():
+            if not is_finite(packed):
                 self._refuse(part)
+
+        each(place, list(self._parts.values()))
         return block
 
     def _refuse(self, part: _Part) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import safetensors
 import torch
 
+from scute_converter import parallel
 from scute_converter.errors import AdapterError
+from scute_converter.finite import is_finite
 from scute_converter.keys import Key, split_key
+from scute_converter.normal_form import NormalForm
 
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
@@ -91,6 +95,7 @@ class Checkpoint:
         self.adapter = adapter
         self.parameters = 0
         self.wrappers: set[str] = set()
+        self._lock = Lock()
         self._tensors: dict[Key, torch.Tensor] = {}
         for name, tensor in tensors.items():
             split = split_key(name, prefix)
@@ -111,6 +116,10 @@ class Checkpoint:
         """Paths of the modules that have one of the parameters, in the order of the file."""
         return list(dict.fromkeys(key.module for key in self._tensors if key.suffix in suffixes))
 
+    def each(self, modules: Sequence[str], convert: Callable[[str], NormalForm]) -> dict[str, NormalForm]:
+        """The forms of the modules, made side by side. ``convert`` takes the tensors of its module only."""
+        return dict(zip(modules, parallel.each(convert, modules), strict=True))
+
     def has(self, module: str, suffix: str) -> bool:
         return Key(module, suffix) in self._tensors
 
@@ -124,7 +133,8 @@ class Checkpoint:
         tensor = self.take_stored(module, suffix, maybe_empty=maybe_empty)
         self._check_dims(module, suffix, tensor, dims)
         if trained:
-            self.parameters += tensor.numel()
+            with self._lock:
+                self.parameters += tensor.numel()
         return tensor.to("cpu", torch.float32, copy=True).contiguous()
 
     def take_stored(self, module: str, suffix: str, *, maybe_empty: bool = False) -> torch.Tensor:
@@ -136,8 +146,7 @@ class Checkpoint:
         if tensor.numel() == 0 and not (maybe_empty and tensor.dim() > 1 and list(tensor.shape).count(0) == 1):
             problem = f"is empty {tuple(tensor.shape)}"
             raise self.error(module, suffix, problem, "gather the sharded weights (ZeRO-3) before saving")
-        # Types of 8 bits have no isfinite of their own.
-        if not torch.isfinite(tensor if tensor.element_size() > 1 else tensor.float()).all():
+        if not is_finite(tensor):
             raise self.error(module, suffix, "holds NaN or infinity", "save the adapter from a sound checkpoint")
         return tensor
 
@@ -165,7 +174,7 @@ class Checkpoint:
     def converted(self, module: str, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """What was made of a tensor as contiguous fp32; refused if it is not finite there."""
         tensor = tensor.float().contiguous()
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             problem = "overflows with the scales of the config"
             raise self.error(module, suffix, problem, "correct them in adapter_config.json")
         return tensor

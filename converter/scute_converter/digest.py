@@ -9,29 +9,41 @@ from typing import Any
 
 import torch
 
+from scute_converter.parallel import each
+
 
 def digest(content: Any) -> str:
-    """Hex BLAKE2b-256 of tensors, numbers, strings, None, and mappings and dataclasses of them.
+    """Hex SHA-256 of tensors, numbers, strings, None, and mappings and dataclasses of them.
 
     The order of a mapping does not count, nor does a dataclass field that is declared ``compare=False``.
     """
-    hasher = hashlib.blake2b(digest_size=32)
-    _update(hasher, content)
+    parts: list[str | torch.Tensor] = []
+    _flatten(content, parts)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    hashes = iter(each(_of_tensor, tensors))
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(next(hashes) if isinstance(part, torch.Tensor) else part.encode())
     return hasher.hexdigest()
 
 
-def _update(hasher: hashlib.blake2b, content: Any) -> None:
+def _of_tensor(tensor: torch.Tensor) -> bytes:
+    hasher = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    hasher.update(tensor.numpy().data)
+    return hasher.digest()
+
+
+def _flatten(content: Any, parts: list[str | torch.Tensor]) -> None:
     if isinstance(content, torch.Tensor):
-        hasher.update(f"{content.dtype}{tuple(content.shape)}".encode())
-        hasher.update(content.numpy().data)
+        parts.append(content)
     elif isinstance(content, Mapping):
         for key in sorted(content):
-            _update(hasher, key)
-            _update(hasher, content[key])
+            _flatten(key, parts)
+            _flatten(content[key], parts)
     elif is_dataclass(content):
-        hasher.update(type(content).__name__.encode())
+        parts.append(type(content).__name__)
         for field in fields(content):
             if field.compare:
-                _update(hasher, getattr(content, field.name))
+                _flatten(getattr(content, field.name), parts)
     else:
-        hasher.update(f"{content!r};".encode())
+        parts.append(f"{content!r};")

@@ -23,6 +23,7 @@ from scute_converter.checkpoint import read_json, read_safetensors
 from scute_converter.config import has_type
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
+from scute_converter.finite import is_finite
 from scute_converter.normal_form import Adapter, Basis, Bias, NormalForm, Pair, Rotation, SharedPair
 
 HEADER = "scute_adapter.json"
@@ -263,7 +264,7 @@ class _Tensors:
             problem = f"has shape {tuple(tensor.shape)}, expected ({wanted})"
             raise AdapterError(self.adapter, f"tensor {name}", problem, f"correct it, or the sizes in {HEADER}")
         tensor = tensor.to("cpu", torch.float32, copy=True).contiguous()
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             problem = "holds NaN, infinity or a number beyond fp32"
             raise AdapterError(self.adapter, f"tensor {name}", problem, "write it from a sound checkpoint")
         if trained and not path.startswith(f"{BASES}/"):

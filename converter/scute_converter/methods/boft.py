@@ -33,7 +33,7 @@ def convert(checkpoint: Checkpoint, config: BOFTConfig, base: Base) -> Conversio
     ``boft_R (1, blocks, k, k)`` (``peft.tuners.boft.layer.Linear``).
     """
     modules = checkpoint.modules("boft_R", "boft_s")
-    return Conversion("BOFT", {module: _convert_module(checkpoint, module) for module in modules})
+    return Conversion("BOFT", checkpoint.each(modules, lambda module: _convert_module(checkpoint, module)))
 
 
 def _convert_module(checkpoint: Checkpoint, module: str) -> NormalForm:

@@ -47,7 +47,7 @@ def convert(checkpoint: Checkpoint, config: DeftConfig, base: Base) -> Conversio
     if config.decomposition_method not in ("relu", "qr"):
         problem = f"{config.decomposition_method!r} is not known, only relu and qr are"
         raise AdapterError(checkpoint.adapter, f"field decomposition_method of {CONFIG}", problem, "correct it")
-    forms = {module: _convert_module(checkpoint, config, module) for module in checkpoint.modules("deft_P")}
+    forms = checkpoint.each(checkpoint.modules("deft_P"), lambda module: _convert_module(checkpoint, config, module))
     return Conversion("PaRa" if config.para else "DEFT", forms)
 
 

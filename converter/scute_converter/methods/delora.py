@@ -33,7 +33,7 @@ def convert(checkpoint: Checkpoint, config: DeloraConfig, base: Base) -> Convers
     ``w_norm (in,)`` is stored: norms of the base weight when the adapter was created.
     """
     modules = checkpoint.modules("delora_A", "delora_B", "delora_lambda", "delora_w_norm")
-    return Conversion("DeLoRA", {module: _convert_module(checkpoint, config, module) for module in modules})
+    return Conversion("DeLoRA", checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module)))
 
 
 def _convert_module(checkpoint: Checkpoint, config: DeloraConfig, module: str) -> NormalForm:

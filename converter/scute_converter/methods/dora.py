@@ -8,6 +8,7 @@ import torch
 
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.errors import AdapterError
+from scute_converter.finite import is_finite
 from scute_converter.normal_form import NormalForm, Pair
 
 MAGNITUDE = "lora_magnitude_vector"
@@ -56,7 +57,7 @@ class DoraScale:
         assert form.pair is not None
         norm = measured.to("cpu", torch.float64).sqrt()
         delta = (self.magnitude.double() - norm) / norm
-        if not torch.isfinite(delta.float()).all():
+        if not is_finite(delta.float()):
             problem = "a row of the base weight plus the low-rank product has length 0 or is not finite"
             remedy = "serve the base model that the adapter was trained on"
             raise AdapterError(self.adapter, f"tensor {self.module}.{MAGNITUDE}", problem, remedy)

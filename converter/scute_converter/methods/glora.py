@@ -11,6 +11,7 @@ from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.double import product
 from scute_converter.errors import AdapterError
+from scute_converter.finite import is_finite
 from scute_converter.normal_form import Bias, NormalForm, Pair
 from scute_converter.registry import Conversion, Variant, register
 
@@ -49,7 +50,7 @@ def convert(checkpoint: Checkpoint, config: GloraConfig, base: Base) -> Conversi
             problem = f"{kind!r} is no kind of correction that is known"
             raise AdapterError(checkpoint.adapter, f"field {name} of adapter_config.json", problem, "correct it")
     modules = checkpoint.modules(*(f"glora_A.{tensor}" for tensors in _TENSORS.values() for tensor in tensors))
-    forms = {module: _convert_module(checkpoint, kinds, base, module) for module in modules}
+    forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, kinds, base, module))
     return Conversion("GLoRA", forms)
 
 
@@ -67,7 +68,7 @@ class WeightToBias:
         if form.bias.add is not None:
             add = add + form.bias.add
         add = add.float()
-        if not torch.isfinite(add).all():
+        if not is_finite(add):
             problem = "its product with the base weight is not finite"
             remedy = "serve the base model that the adapter was trained on"
             raise AdapterError(self.adapter, f"tensor {self.module}.glora_C", problem, remedy)

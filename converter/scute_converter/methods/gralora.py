@@ -37,7 +37,7 @@ def convert(checkpoint: Checkpoint, config: GraloraConfig, base: Base) -> Conver
     ``[i r / k, (i + 1) r / k)`` of ``gralora_B[j] (r, out / k)``.
     """
     modules = checkpoint.modules("gralora_A", "gralora_B")
-    return Conversion("GraLoRA", {module: _convert_module(checkpoint, config, module) for module in modules})
+    return Conversion("GraLoRA", checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module)))
 
 
 def _convert_module(checkpoint: Checkpoint, config: GraloraConfig, module: str) -> NormalForm:

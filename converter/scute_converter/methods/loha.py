@@ -36,7 +36,7 @@ def convert(checkpoint: Checkpoint, config: LoHaConfig, base: Base) -> Conversio
     Component ``(p, q)`` of the pair is ``w1_b[p] * w2_b[q]`` and ``w1_a[:, p] * w2_a[:, q] * alpha / r``.
     """
     modules = checkpoint.modules("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-    return Conversion("LoHa", {module: _convert_module(checkpoint, config, module) for module in modules})
+    return Conversion("LoHa", checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module)))
 
 
 def _convert_module(checkpoint: Checkpoint, config: LoHaConfig, module: str) -> NormalForm:

@@ -128,9 +128,9 @@ def convert(checkpoint: Checkpoint, config: LoraConfig, base: Base) -> Conversio
     """
     notes = _check_initialisation(checkpoint.adapter, config)
     variant = _check_variant(checkpoint.adapter, config)
-    forms = {}
-    for module in checkpoint.modules("lora_A.weight", "lora_embedding_A"):
-        forms[module] = _convert_module(checkpoint, config, module)
+    modules = checkpoint.modules("lora_A.weight", "lora_embedding_A")
+    forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module))
+    for module in modules:
         for suffix in _TRAINING_ONLY.get(variant, ()):
             if checkpoint.has(module, suffix):
                 checkpoint.take_stored(module, suffix)

@@ -45,7 +45,7 @@ def convert(checkpoint: Checkpoint, config: MissConfig, base: Base) -> Conversio
     _check_formula(checkpoint.adapter, config, known=(True, False, "mini"))
     mini_r = config.mini_r if config.init_weights == "mini" else None
     modules = checkpoint.modules("miss_block")
-    forms = {module: _convert_module(checkpoint, base, module, "miss_block", mini_r) for module in modules}
+    forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, base, module, "miss_block", mini_r))
     return Conversion("MiSS", forms)
 
 
@@ -54,7 +54,7 @@ def convert_bone(checkpoint: Checkpoint, config: BoneConfig, base: Base) -> Conv
     """The same with ``bone_block`` (``peft.tuners.bone.layer.BoneLinear``, which PEFT 0.19 removed)."""
     _check_formula(checkpoint.adapter, config, known=(True, False))
     modules = checkpoint.modules("bone_block")
-    forms = {module: _convert_module(checkpoint, base, module, "bone_block", None) for module in modules}
+    forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, base, module, "bone_block", None))
     return Conversion("Bone", forms)
 
 

@@ -46,11 +46,11 @@ def convert(checkpoint: Checkpoint, config: OFTConfig, base: Base) -> Conversion
     ``y = ((x R) W) * s + b0``. Before that ``oft_r`` rotated the output, and is refused.
     """
     if modules := checkpoint.modules("oft_r"):
-        return Conversion("OFT", {module: _of_0_14(checkpoint, config, module) for module in modules})
+        return Conversion("OFT", checkpoint.each(modules, lambda module: _of_0_14(checkpoint, config, module)))
     old_series, notes = _generation(checkpoint.adapter, config)
     modules = checkpoint.modules("oft_R.weight")
     return Conversion(
-        "OFT", {module: _of_0_16(checkpoint, config, module, old_series) for module in modules}, notes=notes
+        "OFT", checkpoint.each(modules, lambda module: _of_0_16(checkpoint, config, module, old_series)), notes=notes
     )
 
 

@@ -56,7 +56,8 @@ def convert(checkpoint: Checkpoint, config: PeanutConfig, base: Base) -> Convers
     if config.act_fn not in ACTIVATIONS:
         problem, remedy = f"{config.act_fn!r} is not served", f"served are {', '.join(ACTIVATIONS)}"
         raise AdapterError(checkpoint.adapter, f"field act_fn of {CONFIG}", problem, remedy)
-    forms = {module: _convert_module(checkpoint, config, module) for module in checkpoint.modules("peanut_A.weight")}
+    modules = checkpoint.modules("peanut_A.weight")
+    forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module))
     return Conversion("PEANuT", forms)
 
 

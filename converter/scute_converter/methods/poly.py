@@ -42,7 +42,7 @@ def convert(checkpoint: Checkpoint, config: PolyConfig, base: Base) -> Conversio
         problem = f"{config.poly_type!r} is not known, and it chooses the router"
         raise AdapterError(checkpoint.adapter, "field poly_type of adapter_config.json", problem, "correct it")
     modules = checkpoint.modules("poly_lora_A", "poly_lora_B", _LOGITS)
-    return Conversion("Poly", {module: _convert_module(checkpoint, module) for module in modules})
+    return Conversion("Poly", checkpoint.each(modules, lambda module: _convert_module(checkpoint, module)))
 
 
 def _convert_module(checkpoint: Checkpoint, module: str) -> NormalForm:

@@ -48,7 +48,7 @@ def convert(checkpoint: Checkpoint, config: UniLoraConfig, base: Base) -> Conver
         where = "field save_indices of adapter_config.json"
         raise AdapterError(checkpoint.adapter, where, "true, but the file holds no indices", "save the adapter again")
     if modules:
-        return Conversion("UniLoRA", {module: _of_stored(checkpoint, module, theta) for module in modules})
+        return Conversion("UniLoRA", checkpoint.each(modules, lambda module: _of_stored(checkpoint, module, theta)))
     note = f"indices drawn again and their scales rounded to {base.dtype}: exact if the base had this type in training"
     return Conversion("UniLoRA", _of_drawn(checkpoint, config, base, theta), notes=(f"{note} ({_REMEDY})",))
 
