@@ -81,16 +81,29 @@ def test_no_amounts_of_memory(text: str) -> None:
 class Attention:
     """An attention backend that makes a wrapper per capture, as SGLang's for FlashInfer does."""
 
+    decode_backend = "fa2"  # as in FlashInferAttnBackend: the name of a kernel, not a backend
+
+    def init_forward_metadata(self) -> None: ...
+
     def _create_decode_wrappers(self, bs: int, num_tokens: int) -> list[object]:
         return [object()]
 
 
-def test_graphs_of_a_batch_size_share_their_attention_plan() -> None:
+class HybridAttention:
+    """Another backend in prefill than in decode, as SGLang's HybridAttnBackend."""
+
+    def __init__(self, decode_backend: Attention) -> None:
+        self.decode_backend = decode_backend
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_graphs_of_a_batch_size_share_their_attention_plan(hybrid: bool) -> None:
     attention = Attention()
-    share_attention_wrappers(attention, anew=True)
+    used = HybridAttention(attention) if hybrid else attention
+    share_attention_wrappers(used, anew=True)
     first = attention._create_decode_wrappers(4, 4)
-    share_attention_wrappers(attention, anew=False)  # the graph without adapters
+    share_attention_wrappers(used, anew=False)  # the graph without adapters
     assert attention._create_decode_wrappers(4, 4) is first
     assert attention._create_decode_wrappers(8, 8) is not first
-    share_attention_wrappers(attention, anew=True)  # captured again
+    share_attention_wrappers(used, anew=True)  # captured again
     assert attention._create_decode_wrappers(4, 4) is not first

@@ -58,7 +58,9 @@ def share_attention_wrappers(attention: Any, anew: bool) -> None:
 
     Raises ``RuntimeError`` for FlashInfer's backend for latent attention, which makes them where none can be shared.
     """
-    attention = getattr(attention, "decode_backend", attention)  # of one that is another in prefill
+    inner = getattr(attention, "decode_backend", None)  # FlashInfer's own attribute of that name is a string
+    if hasattr(inner, "init_forward_metadata"):  # a backend that is another in prefill
+        attention = inner
     if type(attention).__name__ == "FlashInferMLAAttnBackend":
         raise RuntimeError(
             "--lora-backend scute: the flashinfer attention backend of SGLang for latent attention keeps one plan for "
