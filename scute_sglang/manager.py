@@ -137,7 +137,27 @@ class ScuteLoRAManager(LoRAManager):
             self._check_base_samples(name, adapter)
             return adapter
 
-        adapter, _ = self._on_all_ranks(start, share=lambda _: None)
+        adapter, digests = self._on_all_ranks(start, share=lambda adapter: adapter.digest)
+        if len(set(digests)) > 1:
+            raise ValueError(f"adapter {name}: tensor-parallel ranks have read different files: copy it to all hosts")
+        loaded = self._same_content(lora_ref, adapter) or self._pack_anew(lora_ref, adapter)
+        self._check_room(loaded)
+        for note in adapter.notes:
+            logger.warning("adapter %s: %s", name, note)
+        logger.info("adapter %s: %s, %d bytes on this rank", name, adapter.method, loaded.packed.block.nbytes)
+        return loaded
+
+    def _same_content(self, lora_ref: LoRARef, adapter: Adapter) -> LoadedAdapter | None:
+        """The blocks of a loaded adapter that serves the same, under the new name; all ranks have the same adapters."""
+        for other in self.loras.values():
+            if other.content == adapter.digest:
+                name, pinned = str(lora_ref.lora_name), bool(lora_ref.pinned)
+                return dataclasses.replace(other, uid=lora_ref.lora_id, name=name, method=adapter.method, pinned=pinned)
+        return None
+
+    def _pack_anew(self, lora_ref: LoRARef, adapter: Adapter) -> LoadedAdapter:
+        """What needs the base weight is worked out, and everything packed; all ranks do it together."""
+        name = str(lora_ref.lora_name)
         whole = {path: self._folded(path, form) for path, form in adapter.forms.items()}
 
         def measure() -> tuple[list[_Part], dict[str, torch.Tensor]]:
@@ -168,12 +188,7 @@ class ScuteLoRAManager(LoRAManager):
 
         packed, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())
         # Every rank accounts for the largest shard, so that all of them admit and evict alike.
-        loaded, _ = self._on_all_ranks(lambda: with_block_size(packed, max(sizes)), share=lambda _: None)
-        self._check_room(loaded)
-        for note in adapter.notes:
-            logger.warning("adapter %s: %s", name, note)
-        logger.info("adapter %s: %s, %d bytes on this rank", name, adapter.method, loaded.packed.block.nbytes)
-        return loaded
+        return self._on_all_ranks(lambda: with_block_size(packed, max(sizes)), share=lambda _: None)[0]
 
     def _check_room(self, adapter: LoadedAdapter) -> None:
         """Raises ``ValueError`` unless this adapter, and every other beside it if it is pinned, can ever run."""
@@ -303,6 +318,7 @@ class ScuteLoRAManager(LoRAManager):
             uid=lora_ref.lora_id,
             name=name,
             method=adapter.method,
+            content=adapter.digest,
             packed=packed,
             bases=bases,
             basis_views=views,

@@ -21,14 +21,17 @@ INITIAL_BASIS_ROWS = 64
 class LoadedAdapter:
     """An adapter that this rank has loaded, resident or not.
 
-    ``uid``: SGLang's ``lora_id``. ``bases``: the shared bases that it reads, by arena key. ``basis_views``: for each
-    key in ``packed.bases``, the arena key of the basis and the first row of the projection that the view stands for.
-    ``module_of_site``: the wrapped layer (``module_index``) of each site. ``pinned``: never evicted.
+    ``uid``: SGLang's ``lora_id``, another for every load. ``content``: the digest of what is served, the key of its
+    block: adapters of equal content share one. ``bases``: the shared bases that it reads, by arena key.
+    ``basis_views``: for each key in ``packed.bases``, the arena key of the basis and the first row of the projection
+    that the view stands for. ``module_of_site``: the wrapped layer (``module_index``) of each site. ``pinned``: never
+    evicted.
     """
 
     uid: str
     name: str
     method: str
+    content: str
     packed: PackedAdapter
     bases: Mapping[str, PackedBasis]
     basis_views: Mapping[str, tuple[str, int]]
@@ -84,7 +87,12 @@ class LoadedAdapter:
     @property
     def blocks(self) -> dict[str, int]:
         """The arena blocks it needs: key to elements."""
-        return {self.uid: self.packed.block.numel(), **{key: b.block.numel() for key, b in self.bases.items()}}
+        return {key: block.numel() for key, block in self.host_blocks.items()}
+
+    @property
+    def host_blocks(self) -> dict[str, torch.Tensor]:
+        """The same with their content in host memory."""
+        return {self.content: self.packed.block, **{key: basis.block for key, basis in self.bases.items()}}
 
 
 class ScuteMemoryPool(LoRAMemoryPool):
@@ -197,14 +205,12 @@ class ScuteMemoryPool(LoRAMemoryPool):
         return self._fits([*self._resident.values(), *new])
 
     def _place(self, adapter: LoadedAdapter) -> None:
-        for key, basis in adapter.bases.items():
+        for key, block in adapter.host_blocks.items():
             if key in self.arena:
                 self.arena.retain(key)
             else:
-                self.arena.allocate(key, basis.block.numel())
-                self.arena.write(key, basis.block)
-        self.arena.allocate(adapter.uid, adapter.packed.block.numel())
-        self.arena.write(adapter.uid, adapter.packed.block)
+                self.arena.allocate(key, block.numel())
+                self.arena.write(key, block)
         slot = self.buffer_id_to_uid.index(EMPTY_SLOT)
         self.buffer_id_to_uid[slot] = adapter.uid
         self.uid_to_buffer_id[adapter.uid] = slot
@@ -219,7 +225,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
             row = adapter.bases[key].placed(self.arena.offset(key))
             row[table.BASIS_B] += first_row
             self._copy(self.bases[self._basis_rows[view]], row)
-        rows = adapter.packed.placed(self.arena.offset(adapter.uid), self._basis_rows)
+        rows = adapter.packed.placed(self.arena.offset(adapter.content), self._basis_rows)
         self._copy(self.table[self.uid_to_buffer_id[adapter.uid]], rows)
 
     def _copy(self, target: torch.Tensor, rows: torch.Tensor) -> None:

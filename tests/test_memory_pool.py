@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def adapter(uid: str, draw: random.Random, pinned: bool) -> LoadedAdapter:
         uid=uid,
         name=uid,
         method="test",
+        content=f"content of {uid}",
         packed=packed,
         bases={} if basis is None else {basis: PACKED_BASES[basis]},
         basis_views={} if basis is None else {basis: (basis, 0)},
@@ -91,6 +93,8 @@ def test_random_life(seed: int, policy: str) -> None:
     for step in range(30):
         if len(loaded) < 3 or draw.random() < 0.3:
             new = adapter(f"adapter-{step}", draw, pinned=draw.random() < 0.2)
+            if loaded and draw.random() < 0.3:  # the content of another, under a name of its own
+                new = replace(draw.choice(list(loaded.values())), uid=new.uid, name=new.name, pinned=new.pinned)
             beside = {**loaded, new.uid: new}
             if all(pool.admits([other], beside) for other in (beside if new.pinned else [new.uid])):
                 loaded[new.uid] = new
