@@ -25,7 +25,7 @@ demo: $(READY)
 	PYTHONPATH=tests $(RUN) examples/demo.py
 
 test: $(READY)
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
