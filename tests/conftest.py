@@ -12,9 +12,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # read when SGLang is imported, which some tests do in this process
 
-from adapters import RECIPES
+from adapters import EVERY_METHOD, RECIPES
 from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run side by side (``make test``), the tests of the session's server stay in one process, so that it starts once,
+    and so do those of a file, for a server of its own."""
+    for item in items:
+        group = "server" if "server" in getattr(item, "fixturenames", ()) else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
@@ -29,14 +37,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every recipe, written by PEFT for the tiny Llama; by name."""
     folder = tmp_path_factory.mktemp("adapters")
-    for name, recipe in RECIPES.items():
+    recipes = {**RECIPES, **EVERY_METHOD}
+    for name, recipe in recipes.items():
         recipe.write(folder / name, llama)
-    return {name: folder / name for name in RECIPES}
+    return {name: folder / name for name in recipes}
 
 
 @pytest.fixture(scope="session")
 def server(llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The session's server: all recipes loaded, as many slots as recipes."""
+    """The session's server: all recipes loaded, and slots for all of them and a few more."""
     log = tmp_path_factory.mktemp("server") / "server.log"
     with serve(
         llama,
@@ -44,7 +53,7 @@ def server(llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.Temp
         *cpu_arguments(),
         "--enable-cache-report",
         "--max-loras-per-batch",
-        str(len(RECIPES) + 4),
+        str(len(adapters) + 4),
         adapters=adapters,
         environment=cpu_environment(),
     ) as running:
