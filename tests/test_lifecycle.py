@@ -149,6 +149,32 @@ def test_pinned_adapters_leave_room_for_the_others(small_server: Server, adapter
         assert small_server.unload(name).ok
 
 
+def test_equal_content_under_two_names_is_one_block(small_server: Server, llama: Path, tmp_path: Path) -> None:
+    """Pinned adapters must fit together: twice more than half of the arena does so only as one block. The prefix cache
+    still keeps the names apart."""
+    recipe = lora(r=17)
+    for name, seed in (("one", 33), ("two", 33), ("other", 34)):
+        Recipe(recipe, seed).write(tmp_path / name, llama)
+    stored = (tmp_path / "one" / "adapter_model.safetensors").stat().st_size
+    assert BYTES / 2 < stored < BYTES
+    for name in ("one", "two"):
+        response = small_server.load(name, tmp_path / name, pinned=True)
+        assert response.ok, response.text
+    response = small_server.load("other", tmp_path / "other")
+    assert response.status_code == 400 and "no room" in response.json()["error_message"]
+
+    prompt = prompts(1, seed=9)[0] * 3
+    for name in ("one", "two"):
+        answer = small_server.generate([prompt], [name])[0]
+        assert answer.cached_tokens == 0
+        error, effect = compare(llama, tmp_path / "one", [answer])
+        assert error <= EXACT < CLEAR < effect
+    assert small_server.unload("one").ok
+    error, _ = compare(llama, tmp_path / "two", small_server.generate([prompt], ["two"]))
+    assert error <= EXACT, "its block went with the other name"
+    assert small_server.unload("two").ok
+
+
 def test_base_requests_are_bit_equal_without_scute(
     server: Server, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
