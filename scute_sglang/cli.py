@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from scute_converter import Adapter, AdapterError, NormalForm, load, native
-from scute_converter.checkpoint import BIN, SAFETENSORS
+from scute_converter.files import BIN, SAFETENSORS
 from scute_sglang import fit, options
 from scute_sglang.base_folder import BaseFolder, BaseModelError
 from scute_sglang.convert import check_base_samples

@@ -407,6 +407,8 @@ def test_vera_and_its_base() -> None:
 
 def test_missing_files(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
+    refused(lambda: load(folder), str(folder), "no such folder", "one on the Hub must be downloaded")
+    folder.mkdir()
     refused(lambda: load(folder), str(folder), "has no adapter_config.json")
     write(folder / "inner", lora_tensors())
     refused(lambda: load(folder), "the folder inner in it")

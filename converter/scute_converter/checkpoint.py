@@ -1,14 +1,11 @@
-"""The files of an adapter, and the tensors in them, each of which is consumed once or the adapter is refused."""
+"""The tensors of an adapter by name, each of which is consumed once or the adapter is refused."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from threading import Lock
-from typing import Any
 
-import safetensors
 import torch
 
 from scute_converter import parallel
@@ -17,71 +14,11 @@ from scute_converter.finite import is_finite
 from scute_converter.keys import Key, split_key
 from scute_converter.normal_form import NormalForm
 
-CONFIG = "adapter_config.json"
-SAFETENSORS = "adapter_model.safetensors"
-BIN = "adapter_model.bin"
+# Numbers that may be worked out of smaller tensors: rank 4096 for 32768 features, and rank 64 for all layers of 70B.
+MOST_OF_ONE = 1 << 27
+MOST_OF_ALL = 1 << 30
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
-
-def read_folder(adapter: str, folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The config and the tensors of a folder that PEFT's ``save_pretrained`` wrote. Safetensors are memory-mapped."""
-    if not (folder / CONFIG).exists():
-        inner = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
-        remedy = f"give the path of the folder {inner[0]} in it" if inner else "give a folder saved by PEFT"
-        raise AdapterError(adapter, str(folder), f"has no {CONFIG}", remedy)
-    config = read_json(adapter, folder, CONFIG)
-    if (folder / SAFETENSORS).exists():
-        return config, read_safetensors(adapter, folder, SAFETENSORS)
-    if (folder / BIN).exists():
-        return config, _read_bin(adapter, _inside(adapter, folder, BIN))
-    raise AdapterError(adapter, str(folder), f"has neither {SAFETENSORS} nor {BIN}", "copy the weights into it")
-
-
-def _inside(adapter: str, folder: Path, name: str) -> Path:
-    """The path of a file of the folder. A link may lead out of it only into the blobs of a Hugging Face cache, whose
-    layout is ``models--x/snapshots/<revision>`` beside ``models--x/blobs``."""
-    target, folder = (folder / name).resolve(), folder.resolve()
-    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
-    if not any(target.is_relative_to(home) for home in homes):
-        raise AdapterError(adapter, name, f"is a link out of the folder, to {target}", "copy the file into the folder")
-    return target
-
-
-def read_json(adapter: str, folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of the folder."""
-    file = _inside(adapter, folder, name)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(adapter, name, f"is not JSON ({error})", "copy the file again") from error
-    if not isinstance(content, dict):
-        raise AdapterError(adapter, name, "is not a JSON object", "copy the file again")
-    return content
-
-
-def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors in a file of the folder, memory-mapped."""
-    file = _inside(adapter, folder, name)
-    try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, safetensors.SafetensorError) as error:
-        problem = f"is broken or cut off ({error})"
-        raise AdapterError(adapter, name, problem, "download or copy the file again") from error
-
-
-def _read_bin(adapter: str, file: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken pickle raises whatever it likes
-        problem = f"is broken, cut off, or more than tensors ({error})"
-        raise AdapterError(adapter, BIN, problem, f"save the adapter as {SAFETENSORS}") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in tensors.items()
-    ):
-        raise AdapterError(adapter, BIN, "is not a dict of tensors", f"save the adapter as {SAFETENSORS}")
-    return tensors
 
 
 class Checkpoint:
@@ -96,6 +33,7 @@ class Checkpoint:
         self.parameters = 0
         self.wrappers: set[str] = set()
         self._lock = Lock()
+        self._reserved = 0
         self._tensors: dict[Key, torch.Tensor] = {}
         for name, tensor in tensors.items():
             split = split_key(name, prefix)
@@ -170,6 +108,18 @@ class Checkpoint:
         if tensor.dim() != dims:
             problem = f"has {tensor.dim()} dimensions {tuple(tensor.shape)}, {dims} are served"
             raise self.error(module, suffix, problem, "only linear layers and embeddings can be adapted")
+
+    def reserve(self, module: str, suffix: str, *shape: int) -> None:
+        """To be called before numbers are worked out that may be far more than those they are made of. Refuses a
+        tensor of ``shape``, or all of them together, if no adapter that is served has as many."""
+        numbers = math.prod(shape)
+        with self._lock:
+            self._reserved += numbers
+            total = self._reserved
+        if numbers > MOST_OF_ONE or total > MOST_OF_ALL:
+            problem = f"stands for a tensor of shape {shape}, {numbers} numbers, and {total} with those before it"
+            remedy = f"{MOST_OF_ONE} and {MOST_OF_ALL} at most are served: train with smaller ranks"
+            raise self.error(module, suffix, problem, remedy)
 
     def converted(self, module: str, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """What was made of a tensor as contiguous fp32; refused if it is not finite there."""

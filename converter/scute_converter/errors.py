@@ -1,12 +1,28 @@
 """The one error of the package: an adapter that is not served exactly is refused with it."""
 
+# Letters of one part of a message. Names and values in it may come from the adapter, and have any length.
+_MOST_NAME = 200
+_MOST_PART = 800
+
 
 class AdapterError(ValueError):
     """An adapter that cannot be served exactly; the message is one line.
 
     ``adapter``: its name. ``where``: the tensor, config field or file. ``problem``: what is wrong with it.
-    ``remedy``: what its owner can do.
+    ``remedy``: what its owner can do. All may hold what stands in the adapter: whitespace is joined, what a terminal
+    could take for a command is escaped, and what is too long is cut in the middle.
     """
 
     def __init__(self, adapter: str, where: str, problem: str, remedy: str) -> None:
-        super().__init__(" ".join(f"adapter {adapter!r}: {where}: {problem}; {remedy}".split()))
+        name = _short(repr(adapter), _MOST_NAME)
+        where, problem, remedy = (_short(_printable(part), _MOST_PART) for part in (where, problem, remedy))
+        super().__init__(f"adapter {name}: {where}: {problem}; {remedy}")
+
+
+def _printable(text: str) -> str:
+    line = " ".join(text.split())
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

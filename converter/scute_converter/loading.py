@@ -13,10 +13,11 @@ import torch
 import scute_converter.methods  # noqa: F401 (registers the methods)
 from scute_converter import native
 from scute_converter.base import Base, BaseShapes
-from scute_converter.checkpoint import CONFIG, Checkpoint, read_folder
+from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig, parse
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
+from scute_converter.files import CONFIG, open_folder, read_folder
 from scute_converter.keys import Key
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.registry import METHODS, UNSERVED, Method
@@ -39,8 +40,8 @@ def load(
     and ``base_dtype``: the type of its weights (fp32 if they are quantised); both are needed only by adapters that do
     not store everything (VeRA with ``save_projection=false``). Raises AdapterError.
     """
-    folder = Path(path)
-    name = name or folder.resolve().name
+    folder = open_folder(name or Path(path).name, path)
+    name = name or folder.name
     if (folder / native.HEADER).exists():
         if (folder / CONFIG).exists():
             problem = f"holds both {native.HEADER} and {CONFIG}, which may be two adapters"

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import save_file
 
-from scute_converter.checkpoint import read_json, read_safetensors
 from scute_converter.config import has_type
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
+from scute_converter.files import MOST_HEADER, read_json, read_safetensors
 from scute_converter.finite import is_finite
 from scute_converter.normal_form import Adapter, Basis, Bias, NormalForm, Pair, Rotation, SharedPair
 
@@ -76,7 +76,7 @@ Record = TypeVar("Record", Header, Module)
 
 def read(name: str, folder: Path) -> Adapter:
     """Load a folder in this format. ``name``: of the adapter, for messages. Raises AdapterError."""
-    raw = read_json(name, folder, HEADER)
+    raw = read_json(name, folder, HEADER, MOST_HEADER)
     if raw.get("format") != FORMAT or raw.get("version") != VERSION:
         problem = f"format {raw.get('format')!r}, version {raw.get('version')!r}: read is {FORMAT!r}, version {VERSION}"
         raise AdapterError(name, HEADER, problem, "convert the source again with this version of Scute")

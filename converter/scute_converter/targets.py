@@ -7,10 +7,12 @@ import re
 from scute_converter.base import Base
 from scute_converter.config import MethodConfig
 from scute_converter.errors import AdapterError
+from scute_converter.patterns import is_plain, match
 
 
 def selects(config: MethodConfig, module: str) -> bool:
-    """Whether PEFT would adapt ``module`` (its Hugging Face path). Raises ``re.error`` for a broken pattern.
+    """Whether PEFT would adapt ``module`` (its Hugging Face path). Raises ``re.error`` for a pattern that is broken or
+    not served.
 
     A missing ``target_modules`` and ``"all-linear"`` select everything but the output head: PEFT replaces both by
     names when it saves.
@@ -42,7 +44,7 @@ def selected_layers(adapter: str, config: MethodConfig, base: Base, remedy: str)
 
 def _matches(names: list[str] | str, module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return match(names, module, whole=True)
     return any(module == name or module.endswith("." + name) for name in names)
 
 
@@ -52,8 +54,10 @@ def _layer(config: MethodConfig, module: str) -> int | None:
         patterns = [r".*?\.[^.]*"]
     else:
         names = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
+        if odd := next((name for name in names if not is_plain(name)), None):
+            raise re.error(f"layers_pattern {odd!r} is no plain name")
         patterns = [rf"(?:^|.*?\.){name}" for name in names]
     for pattern in patterns:
-        if match := re.match(rf"{pattern}\.(?P<layer>\d+)\.", module):
-            return int(match["layer"])
+        if found := re.match(rf"{pattern}\.(?P<layer>\d+)\.", module):
+            return int(found["layer"])
     return None

@@ -42,4 +42,5 @@ def _dense(
     if blocks < 1 or weight.shape[0] % blocks:
         problem = f"{weight.shape[0]} rows are no {blocks} blocks"
         raise checkpoint.error(module, suffix, problem, "correct nblocks of use_bdlora in adapter_config.json")
+    checkpoint.reserve(module, suffix, weight.shape[0], blocks * weight.shape[1])
     return torch.block_diag(*weight.chunk(blocks))

@@ -50,7 +50,7 @@ def _convert_module(checkpoint: Checkpoint, module: str) -> NormalForm:
         raise checkpoint.error(module, "boft_s", f"has shape {tuple(scale.shape)}, not (out, 1)", "save it again")
     if checkpoint.has(module, "boft_P"):  # files of PEFT 0.11 and 0.12
         order = checkpoint.take(module, "boft_P", dims=3, trained=False)
-        if not torch.equal(order, torch.eye(blocks * k)[None]):
+        if order.shape != (1, blocks * k, blocks * k) or not torch.equal(order, torch.eye(blocks * k)[None]):
             problem = "reorders the features, which one factor does not"
             raise checkpoint.error(module, "boft_P", problem, "save the adapter again with PEFT 0.13 or later")
     delta = checkpoint.converted(module, "boft_R", cayley((parameter[0] - parameter[0].transpose(1, 2)) / 2))

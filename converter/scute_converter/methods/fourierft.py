@@ -52,6 +52,9 @@ def convert(checkpoint: Checkpoint, config: FourierFTConfig, base: Base) -> Conv
         if n > out_features * in_features:
             problem = f"has {n} elements for a weight of shape {shape}"
             raise checkpoint.error(module, _SPECTRUM, problem, "use the base model that the adapter is for")
+        if (*shape, n) not in keys:
+            checkpoint.reserve(module, _SPECTRUM, 2 * n, in_features)
+            checkpoint.reserve(module, _SPECTRUM, 2 * n, out_features)
         if shape not in places:
             generator = torch.Generator("cpu").manual_seed(config.random_loc_seed)
             places[shape] = torch.randperm(out_features * in_features, generator=generator)

@@ -52,6 +52,8 @@ def _convert_module(checkpoint: Checkpoint, config: GraloraConfig, module: str) 
         problem = f"has rank {rank}, but the config says {config.r}"
         raise checkpoint.error(module, "gralora_A", problem, "correct r in adapter_config.json")
     columns = blocks_b.shape[2]
+    checkpoint.reserve(module, "gralora_A", k * rank, k * rows)
+    checkpoint.reserve(module, "gralora_B", k * rank, k * columns)
     # Component (i, j, q) of the pair reads input block i and writes output block j.
     a = torch.zeros(k, k, rank // k, k, rows, dtype=torch.float64)
     b = torch.zeros(k, k, rank // k, k, columns, dtype=torch.float64)

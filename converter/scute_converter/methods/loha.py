@@ -53,6 +53,8 @@ def _convert_module(checkpoint: Checkpoint, config: LoHaConfig, module: str) -> 
         problem = f"has rank {rank}, but the config says {expected}"
         raise checkpoint.error(module, "hada_w1_b", problem, "correct r or rank_pattern in adapter_config.json")
     alpha = lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.alpha)
+    checkpoint.reserve(module, "hada_w1_b", rank * rank, w1_b.shape[1])
+    checkpoint.reserve(module, "hada_w1_a", rank * rank, w1_a.shape[0])
     a = torch.einsum("pi,qi->pqi", w1_b, w2_b).flatten(0, 1)
     b = torch.einsum("op,oq->pqo", w1_a, w2_a).flatten(0, 1) * (alpha / rank)
     pair = Pair(checkpoint.converted(module, "hada_w1_b", a), checkpoint.converted(module, "hada_w1_a", b))

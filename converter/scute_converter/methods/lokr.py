@@ -64,6 +64,9 @@ def _convert_module(checkpoint: Checkpoint, config: LoKrConfig, module: str) -> 
     left1, right1 = _factors(checkpoint, module, "lokr_w1", rank)
     left2, right2 = _factors(checkpoint, module, "lokr_w2", rank)
     scale = lookup(checkpoint.adapter, "alpha_pattern", config.alpha_pattern, module, config.alpha) / rank
+    inner = right1.shape[0] * right2.shape[0]
+    checkpoint.reserve(module, "lokr_w1", inner, right1.shape[1] * right2.shape[1])
+    checkpoint.reserve(module, "lokr_w2", inner, left1.shape[0] * left2.shape[0])
     a = torch.kron(right1, right2)
     b = torch.kron(left1, left2).T * scale
     pair = Pair(checkpoint.converted(module, "lokr_w1", a), checkpoint.converted(module, "lokr_w2", b))
@@ -85,9 +88,9 @@ def _factors(checkpoint: Checkpoint, module: str, name: str, rank: int) -> tuple
             # The scale is alpha / r: with two candidates for r it is not known.
             problem = f"has rank {right.shape[0]}, but the config says {rank}"
             raise checkpoint.error(module, f"{name}_b", problem, "correct r or rank_pattern in adapter_config.json")
-        w = left @ right
-        if rank <= min(w.shape):
+        if rank <= min(left.shape[0], right.shape[1]):
             return left, right
+        w = left @ right
     rows, columns = w.shape
     if rows <= columns:
         return torch.eye(rows, dtype=w.dtype), w

@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 
 from scute_converter.base import Base
-from scute_converter.checkpoint import CONFIG, Checkpoint
+from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.errors import AdapterError
+from scute_converter.files import CONFIG
 from scute_converter.methods import bdlora, kasa, pissa, qalora
 from scute_converter.methods.dora import MAGNITUDE, DoraScale, take_magnitude
 from scute_converter.normal_form import Bias, NormalForm, Pair
@@ -162,7 +163,7 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     factor: float | torch.Tensor = scale
     if config.use_qalora and not embedding:
-        a, pooling = qalora.spread(checkpoint.adapter, a, config.qalora_group_size)
+        a, pooling = qalora.spread(checkpoint, module, a, config.qalora_group_size)
         factor = scale * pooling
     if config.kasa_config is not None:
         diagonal = kasa.take_diagonal(checkpoint, module, rank, min(a.shape[1], b.shape[0]))

@@ -80,5 +80,7 @@ def _convert_module(checkpoint: Checkpoint, base: Base, module: str, suffix: str
     if columns != expected or out_features % columns:
         problem = f"has {columns} columns instead of {expected} for {out_features} output features"
         raise checkpoint.error(module, suffix, problem, "use the base model and the mini_r that it was trained with")
+    checkpoint.reserve(module, suffix, rank, in_features)
+    checkpoint.reserve(module, suffix, rank, out_features)
     a = (torch.arange(in_features) % rank == torch.arange(rank)[:, None]).float()
     return NormalForm(in_features, out_features, pair=Pair(a, block.repeat(1, out_features // columns)))

@@ -10,10 +10,11 @@ import torch
 from torch.nn import functional
 
 from scute_converter.base import Base
-from scute_converter.checkpoint import CONFIG, Checkpoint
+from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.double import product
 from scute_converter.errors import AdapterError
+from scute_converter.files import CONFIG
 from scute_converter.normal_form import NormalForm
 from scute_converter.refactor import folded
 from scute_converter.registry import Conversion, Variant, register

@@ -102,6 +102,7 @@ def _convert_module(
             raise checkpoint.error(module, "tinylora_P", problem, "save both from one checkpoint")
     else:  # PEFT: TinyLoraLayer._init_projection
         assert base.dtype is not None
+        checkpoint.reserve(module, "tinylora_P", *shape)
         generator = torch.Generator("cpu").manual_seed(config.projection_seed + drawn)
         p = torch.normal(mean=0.0, std=1.0 / rank**0.5, size=shape, generator=generator).to(base.dtype).float()
     r = torch.einsum("i,ijk->jk", v.double(), p.double())

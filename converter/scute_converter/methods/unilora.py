@@ -92,6 +92,8 @@ def _of_drawn(checkpoint: Checkpoint, config: UniLoraConfig, base: Base, theta: 
         raise AdapterError(adapter, "field proj_seed of adapter_config.json", "is negative", "correct it")
 
     elements, places = theta.shape[0], config.r * sum(map(sum, layers.values()))
+    for out_features, in_features in layers.values():
+        checkpoint.reserve("", _VECTOR, config.r, in_features + out_features)
     generator = np.random.default_rng(config.proj_seed)
     indices = np.repeat(np.arange(elements), places // elements)
     if places % elements:

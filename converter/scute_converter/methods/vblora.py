@@ -91,4 +91,5 @@ def _tiles(checkpoint: Checkpoint, config: VBLoRAConfig, bank: torch.Tensor, mod
             problem = "has weights that are negative or sum up to more than 1"
             raise checkpoint.error(module, weights_name, problem, "save the adapter again with PEFT")
         weights = weights.clamp(min=0)
+    checkpoint.reserve(module, suffix, *indices.shape, bank.shape[1])
     return (weights.unsqueeze(-1) * bank[indices]).sum(dim=-2)

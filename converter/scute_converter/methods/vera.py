@@ -58,7 +58,7 @@ def convert_projected(
     if checkpoint.has("", f"{prefix}_A") or config.save_projection:
         a, b = _stored(checkpoint, prefix, halves)
     else:
-        a, b, notes = _drawn(checkpoint.adapter, config, base, d.shape[0], halves)
+        a, b, notes = _drawn(checkpoint, prefix, config, base, d.shape[0], halves)
     rows, rank = a.shape[0], b.shape[1]
     basis = Basis(a[:rank].contiguous(), b.T.contiguous())
     key = digest(basis)
@@ -87,7 +87,7 @@ def _stored(checkpoint: Checkpoint, prefix: str, halves: int) -> tuple[torch.Ten
 
 
 def _drawn(
-    adapter: str, config: VeraConfig, base: Base, rows: int, halves: int
+    checkpoint: Checkpoint, prefix: str, config: VeraConfig, base: Base, rows: int, halves: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
     """The same, as PEFT draws them from ``projection_prng_key`` (``VeraModel._init_vera_A_vera_B``), and a note.
 
@@ -97,10 +97,12 @@ def _drawn(
     remedy = "save the adapter with save_projection=true, or give the base model to scute inspect or convert (--base)"
     if not base.shapes or base.dtype is None:
         problem = "false: the projections must be drawn again, which needs the shapes and the type of the base model"
-        raise AdapterError(adapter, "field save_projection of adapter_config.json", problem, remedy)
-    shapes = selected_layers(adapter, config, base, remedy).values()
+        raise AdapterError(checkpoint.adapter, "field save_projection of adapter_config.json", problem, remedy)
+    shapes = selected_layers(checkpoint.adapter, config, base, remedy).values()
     out_max, in_max = (max(sizes) for sizes in zip(*shapes, strict=True))
 
+    checkpoint.reserve("", f"{prefix}_A", rows, in_max)
+    checkpoint.reserve("", f"{prefix}_B", out_max, rows)
     generator = torch.Generator("cpu").manual_seed(config.projection_prng_key)
     a = _uniform((rows, in_max), generator).to(base.dtype).float()
     b = _uniform((out_max, rows // halves), generator).to(base.dtype).float()
