@@ -22,6 +22,7 @@ def shrink(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
+    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -31,16 +32,16 @@ def shrink(
     u: torch.Tensor,
 ) -> None:
     features = x.shape[1]
-    for rows, slot in live_tiles(order, tiles):
+    for tile, rows in live_tiles(order, tiles):
         x_tile = x[rows].float()
-        if v.numel() and slot >= 0:
+        if v.numel():
             for i in range(v.shape[2]):
-                fields = table[slot, first_site + i].tolist()
-                if rank := fields[RANK]:
+                fields = routes[tile, first_site + i].tolist()
+                if (rank := fields[RANK]) > 0:
                     a = part(arena, fields[A], rank, features).float()
                     _write(v, rows, i, x_tile @ a.T)
         if u.numel():
-            of_slice = tile_bases(table, row_slot[rows], first_site, u.shape[2])
+            of_slice = tile_bases(routes, tile, first_site, u.shape[2])
             for i, basis in enumerate(of_slice):
                 if basis >= 0 and of_slice.index(basis) == i:
                     fields = bases[basis].tolist()
