@@ -22,7 +22,7 @@ from scute_sglang import fit, options
 from scute_sglang.backend import ScuteLoRABackend
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
-from scute_sglang.sites import Site, wrap_model
+from scute_sglang.sites import Range, Site, wrap_model
 from scute_sglang.weights import held_weight, sharded_ranges, shows_weight, weight_as_served
 
 logger = logging.getLogger(__name__)
@@ -245,8 +245,7 @@ class ScuteLoRAManager(LoRAManager):
         fold, projection, group = form.fold, self.site_map.projections[path], get_parallel().tp_group
         held, ranges = self._on_all_ranks(lambda: held_weight(projection), share=lambda _: sharded_ranges(projection))
         if len(ranges) > 1:
-            if ranges[group.rank_in_group] in ranges[: group.rank_in_group]:
-                held.zero_()  # a replica: an earlier rank brings it
+            drop_replicas(held, ranges, group.rank_in_group)
             held = group.all_reduce(held)
         return self._on_all_ranks(lambda: fold.fold(form, held), share=lambda _: None)[0]
 
@@ -360,6 +359,17 @@ class ScuteLoRAManager(LoRAManager):
         """Whether an adapter of the batch transforms inputs."""
         uids = {uid for uid in forward_batch.lora_ids or [] if uid is not None}
         return any(self.loras[uid].rotated for uid in uids)
+
+
+def drop_replicas(held: torch.Tensor, ranges: list[list[tuple[Range, Range]]], rank: int) -> None:
+    """Zero in this rank's ``held_weight`` what an earlier rank holds too. ``ranges``: ``sharded_ranges`` of all ranks.
+
+    Key and value heads are replicated if there are fewer of them than ranks, also those of a projection whose query
+    heads are not.
+    """
+    for i, (rows, cols) in enumerate(ranges[rank]):
+        if any(earlier[i] == (rows, cols) for earlier in ranges[:rank]):
+            held[slice(*rows), slice(*cols)] = 0
 
 
 def output_shift(site: Site, form: NormalForm) -> torch.Tensor | None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 
-from adapters import ALL, Recipe, ia3, lora, oft, vera
+from adapters import ALL, Recipe, ia3, lora, of, oft, vera
 from models import write_model
+from scute_patches import sgl_kernel  # the manager derives from a class of SGLang, whose import needs it on a CPU
 from serving import Server, cpu_arguments, cpu_environment, serve
 from test_parity_server import CLEAR, EXACT, compare, prompts
+
+sgl_kernel.install()
+
+from scute_sglang.manager import drop_replicas  # noqa: E402
 
 # Qwen2: biases on q, k and v; 6 heads of 12. Even: attention shards are 36 wide, MLP shards 96. Padded: one KV head for
 # two ranks and an MLP of 132, both of which SGLang pads on the CPU, so that the second rank computes no attention of
@@ -28,6 +35,15 @@ RECIPES = {
     "vera": Recipe(vera(), 9),  # shards read slices of the shared basis
     "oft": Recipe(oft(oft_block_size=4, target_modules=ALL), 10),
     "oft_shared": Recipe(oft(oft_block_size=12, block_share=True, target_modules=["o_proj", "down_proj"]), 11),
+    # Folded with the whole base weight, which the ranks bring together.
+    "hra": Recipe(of(peft.HRAConfig, r=6), 13),
+    "pissa": Recipe(lora(r=6, init_lora_weights="pissa"), 14),
+    "pissa_dora": Recipe(lora(r=4, init_lora_weights="pissa", use_dora=True, target_modules=["k_proj", "o_proj"]), 15),
+    "glora": Recipe(of(peft.GloraConfig, config_A_B="vector", config_D_E="vector"), 16),  # W^T C joins the biases
+    "fourierft": Recipe(of(peft.FourierFTConfig, n_frequency=100), 17),
+    "miss": Recipe(of(peft.MissConfig, r=7), 18),
+    "boft": Recipe(of(peft.BOFTConfig, boft_block_size=4), 19),
+    "beft": Recipe(of(peft.BeftConfig), 20),  # one rank adds the shift of o_proj and down_proj
 }
 # The three blocks of o_proj's 72 inputs cannot be split in two.
 CROSSING = Recipe(oft(oft_block_size=24, target_modules=["o_proj"]), 12)
@@ -75,6 +91,22 @@ def test_one_mixed_batch_equals_peft(two_ranks: Server, base: Path, folders: dic
         assert name is None or effect > CLEAR
     print({name: f"{error:.1e}" for name, error in errors.items()})
     assert max(errors.values()) <= EXACT, errors
+
+
+def test_replicated_heads_are_summed_once() -> None:
+    """A projection that Hugging Face fuses: the query heads are sharded, the one key head is on both ranks. SGLang does
+    not do that on a CPU, where it pads heads instead."""
+    weight = torch.randn(10, 7)
+    columns = (0, 7)
+    ranges = [[((3 * rank, 3 * rank + 3), columns), ((6, 8), columns), ((8, 10), columns)] for rank in (0, 1)]
+    held = []
+    for rank in (0, 1):
+        part = torch.zeros_like(weight)
+        for rows, _ in ranges[rank]:
+            part[slice(*rows)] = weight[slice(*rows)]
+        drop_replicas(part, ranges, rank)
+        held.append(part)
+    assert torch.equal(held[0] + held[1], weight)
 
 
 def test_blocks_across_a_shard_edge_are_refused(
