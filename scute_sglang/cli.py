@@ -5,27 +5,31 @@ SGLang is never imported, and transformers only for a base model, so that a look
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from scute_converter import Adapter, AdapterError, NormalForm, load, native
-from scute_converter.files import BIN, SAFETENSORS
+from scute_converter.files import BIN, CONFIG, SAFETENSORS
+from scute_converter.registry import METHODS
 from scute_sglang import fit, options
 from scute_sglang.base_folder import BaseFolder, BaseModelError
 from scute_sglang.convert import check_base_samples
 from scute_sglang.convert import convert as convert_adapter
 
 # Bytes of a number in fp16 and bf16, the types that an adapter is served in.
-_SERVED_BYTES = 2
+SERVED_BYTES = 2
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 
@@ -71,18 +75,24 @@ def inspect(
     costs nothing. A B: low-rank pair. s: output scale. g: input scale. R(k): rotation of the input in blocks of k
     features. d e: vectors around a shared pair. bias: output shift.
 
-    Exit code 1: the adapter is refused, with the reason on standard error.
+    Exit code 1: the adapter is refused. Its method is shown if its config says it, and the reason on standard error.
     """
-    with _refusals():
-        adapter, base_notes = (load(folder), []) if base is None else _checked(folder, base)
-    weights = next(folder / file for file in (native.WEIGHTS, SAFETENSORS, BIN) if (folder / file).exists())
     console = Console()
+    with _refusals():
+        try:
+            adapter, base_notes = (load(folder), []) if base is None else _checked(folder, base)
+        except AdapterError:
+            if method := _method_of(folder):
+                console.print(f"[bold]{escape(method)}[/bold]")
+            raise
+    weights = next(folder / file for file in (native.WEIGHTS, SAFETENSORS, BIN) if (folder / file).exists())
     console.print(f"[bold]{adapter.method}[/bold], {adapter.parameters:,} trained parameters")
     console.print(f"stored: {weights.stat().st_size:,} bytes in {weights.name}")
-    own, shared = sum(map(_elements, adapter.forms.values())), sum(_basis_elements(adapter))
-    console.print(f"served: {own * _SERVED_BYTES:,} bytes in fp16 or bf16")
+    own, shared = sum(map(served_elements, adapter.forms.values())), sum(basis_elements(adapter))
+    known = all(form.in_features and form.out_features for form in adapter.forms.values() if form.fold is not None)
+    console.print(f"served: {'' if known else 'at least '}{own * SERVED_BYTES:,} bytes in fp16 or bf16")
     if shared:
-        console.print(f"shared: {shared * _SERVED_BYTES:,} bytes, once for all adapters with the same projections")
+        console.print(f"shared: {shared * SERVED_BYTES:,} bytes, once for all adapters with the same projections")
     converted = weights.name == native.WEIGHTS
     console.print(_table(adapter, converted))
     if base is not None:
@@ -94,6 +104,19 @@ def inspect(
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
+def _method_of(folder: Path) -> str:
+    """The method of an adapter that is refused: its one name, else the ``peft_type``, else ``""``."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    peft_type = config.get("peft_type") if isinstance(config, dict) else None
+    if not isinstance(peft_type, str):
+        return ""
+    variants = METHODS[peft_type].variants if peft_type in METHODS else ()
+    return variants[0].name if len(variants) == 1 else peft_type
+
+
 def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
     """The adapter, by the server's rules for this base model, and notes on what only the server knows."""
     base = BaseFolder.open(model)
@@ -101,6 +124,13 @@ def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
     # Like the server, which knows all linear layers of some families only.
     adapter = load(folder, name, base.shapes if base.known else None, base.dtype)
     fit.check(name, adapter, base.projections, options.DEFAULT_MAX_RANK)
+    # Both sizes of a projection, of which an adapter that is folded with the base weight may have only one.
+    sizes = {path: (base.projections[path].in_features, base.projections[path].out_features) for path in adapter.forms}
+    forms = {
+        path: replace(form, in_features=sizes[path][0], out_features=sizes[path][1])
+        for path, form in adapter.forms.items()
+    }
+    adapter = replace(adapter, forms=forms)
     notes = []
     if not base.known:
         notes.append(f"which modules of {base.family} models can be adapted is known for certain to the server only")
@@ -157,7 +187,7 @@ def _table(adapter: Adapter, converted: bool) -> Table:
             _merge(_rank(adapter, form) for form in forms),
             _merge(" ".join(_live(form)) for form in forms),
             "" if converted else _merge(_folded(form) for form in forms),
-            f"{sum(map(_elements, forms)) * _SERVED_BYTES:,}",
+            f"{sum(map(served_elements, forms)) * SERVED_BYTES:,}",
         )
     return table
 
@@ -197,9 +227,9 @@ def _folded(form: NormalForm) -> str:
     return "alpha/r and s into B" if form.deferred is not None else "alpha/r into B"
 
 
-def _elements(form: NormalForm) -> int:
+def served_elements(form: NormalForm) -> int:
     """Numbers of the slots of one projection. A deferred scale has one per output feature, like its magnitude, and a
-    pair that is still to be folded replaces the one that is stored."""
+    pair that is still to be folded, at its largest rank, replaces the one that is stored."""
     tensors = [form.scale_delta, _shift(form)]
     tensors += [form.rotation.delta] if form.rotation else []
     tensors += [form.pair.a, form.pair.b] if form.pair and not form.fold else []
@@ -216,7 +246,7 @@ def _shift(form: NormalForm) -> torch.Tensor | None:
     return next((change for change in changes if change is not None), None)
 
 
-def _basis_elements(adapter: Adapter) -> list[int]:
+def basis_elements(adapter: Adapter) -> list[int]:
     return [basis.a.numel() + basis.b.numel() for basis in adapter.bases.values()]
 
 

@@ -92,7 +92,7 @@ def test_refusals_are_those_of_the_server(
 ) -> None:
     for name, (folder, part) in write_refused(tmp_path).items():
         result = CliRunner().invoke(app, ["inspect", str(folder), "--base", str(llama)])
-        assert result.exit_code == 1 and result.stdout == "", f"{name}: {result.output}"
+        assert result.exit_code == 1, f"{name}: {result.output}"
         offline = result.stderr.removeprefix("refused: ").rstrip("\n")
         assert offline.startswith(f"adapter {name!r}: ") and part in offline and "\n" not in offline, offline
         response = server.load(name, folder)

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from scute_converter import load
+from scute_sglang.base_folder import BaseFolder
 from scute_sglang.cli import app
 
 LAYERS = "base_model.model.model.layers"
@@ -103,9 +105,61 @@ def test_refusal(tmp_path: Path) -> None:
     folder = write(tmp_path / "broken", {"peft_type": "LORA", "r": 4}, {f"{LAYERS}.0.q_proj.lora_A.weight": (3, 30)})
     result = CliRunner().invoke(app, ["inspect", str(folder)])
     assert result.exit_code == 1
-    assert result.stdout == ""
+    assert result.stdout == "LORA\n"
     assert result.stderr.startswith("refused: adapter 'broken': tensor model.layers.0.q_proj.lora_B.weight: is missing")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "reason"),
+    [
+        ({"peft_type": "HRA", "apply_GS": "yes"}, "HRA", "field apply_GS of adapter_config.json: 'yes' is not of type"),
+        (
+            {"peft_type": "LORA", "arrow_config": {"top_k": 2}},
+            "LORA",
+            "field arrow_config of adapter_config.json: Arrow",
+        ),
+        ({"peft_type": "ROAD"}, "ROAD", "'ROAD' rotates pairs of output features"),
+        ({"peft_type": "[NEW]_TUNER"}, "[NEW]_TUNER", "'[NEW]_TUNER' is no method that is served"),
+        ({"peft_type": 3}, "", "3 is no method that is served"),
+        ({}, "", "None is no method that is served"),
+    ],
+)
+def test_method_and_reason_of_what_is_refused(config: dict[str, Any], method: str, reason: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", config, {f"{LAYERS}.0.q_proj.weight": (3, 30)})
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 1
+    assert result.stdout == (f"{method}\n" if method else "")
+    assert result.stderr.startswith("refused: adapter 'a': ") and reason in result.stderr
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_folder_without_a_config_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "adapter_config.json").write_text(content)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "") and "adapter_config.json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "live"),
+    [("pissa", "A B"), ("hra", "A B"), ("loha", "A B"), ("boft", "R(4) s"), ("beft", "bias"), ("fourierft", "d e")],
+)
+def test_methods_with_a_base(name: str, live: str, llama: Path, adapters: dict[str, Path]) -> None:
+    """One of each kind: folded with and without the base weight, a rotation, a shift, and a basis that needs shapes."""
+    result = CliRunner().invoke(app, ["inspect", str(adapters[name]), "--base", str(llama)], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{load(adapters[name], base=BaseFolder.open(str(llama)).shapes).method}, ")
+    assert f"fits {llama}" in result.output
+    assert row(result.output, "o_proj")[3] == live
+
+
+def test_bytes_of_a_fold(llama: Path, adapters: dict[str, Path]) -> None:
+    """The file of HRA does not say how many outputs there are: 120, 40, 40, 72, 192, 192 and 72 of this model."""
+    inputs, outputs = 72 * 5 + 120 + 192, 120 + 40 + 40 + 72 + 192 + 192 + 72
+    assert f"served: at least {2 * 2 * 6 * inputs:,} bytes" in inspect(adapters["hra"])
+    result = CliRunner().invoke(app, ["inspect", str(adapters["hra"]), "--base", str(llama)])
+    assert f"served: {2 * 2 * 6 * (inputs + outputs):,} bytes" in result.output
 
 
 def test_help_teaches() -> None:
