@@ -20,6 +20,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.overrides.resolving_view": ("server_args",),
     "sglang.srt.lora.backend.lora_registry.register_lora_backend": ("name",),
     "sglang.srt.lora.lora_registry.LoRARef": ("lora_id", "lora_name", "lora_path", "pinned"),
+    "sglang.srt.lora.lora_registry.LoRARegistry.acquire": ("self", "lora_name"),
 }
 
 # Checked where the manager is built.

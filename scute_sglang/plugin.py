@@ -31,7 +31,14 @@ def register() -> None:
 
     from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
-    from scute_patches import decode_cuda_graph_runner, logits_processor, model_runner, server_args, weight_updater
+    from scute_patches import (
+        decode_cuda_graph_runner,
+        logits_processor,
+        lora_registry,
+        model_runner,
+        server_args,
+        weight_updater,
+    )
 
     @register_lora_backend(server_args.BACKEND)
     def create_scute_backend() -> type:
@@ -56,6 +63,7 @@ def register() -> None:
     decode_cuda_graph_runner.install()
     logits_processor.install()
     weight_updater.install()
+    lora_registry.install()
 
 
 def refuse(error: Exception) -> None:
