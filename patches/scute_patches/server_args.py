@@ -62,6 +62,7 @@ def refuse_unsupported(args) -> None:
         (args.enable_dp_attention, "--enable-dp-attention", "use --tp-size, or several servers"),
         (args.enable_two_batch_overlap, "--enable-two-batch-overlap", "leave it out"),
         (args.enable_pdmux, "--enable-pdmux", "leave it out"),
+        (args.speculative_algorithm is not None, "--speculative-algorithm", "leave it out"),
     ):
         if used:
             raise ValueError(f"--lora-backend scute does not serve adapters with {mode}: {way_out}")
