@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from scute_converter.errors import AdapterError
+from scute_converter.files import ADDED_TOKENS
 from scute_converter.normal_form import Adapter, NormalForm
 
 # Decoder layers and the vocabulary's two ends; not the layers of vision towers, whose rows are not those of the batch.
@@ -45,7 +46,7 @@ class Projection(Protocol):
 
 
 def check(name: str, adapter: Adapter, projections: Mapping[str, Projection], max_rank: int | None) -> None:
-    """Raises AdapterError unless every form and payload has a projection of its shape.
+    """Raises AdapterError unless every form and payload has a projection of its shape, and every token a row.
 
     ``name``: of the adapter. ``projections``: of the model, by name. ``max_rank``: of a pair; ``None``: any.
     """
@@ -67,6 +68,11 @@ def check(name: str, adapter: Adapter, projections: Mapping[str, Projection], ma
         shape = (projection.out_features, projection.in_features)
         if tuple(stored.shape) != (shape[::-1] if projection.embedding else shape):
             raise other_payload(name, path)
+    for projection in projections.values():
+        beyond = [token for token, number in adapter.added_tokens.items() if number >= projection.in_features]
+        if projection.embedding and beyond:
+            problem = f"{len(beyond)} of its tokens ({beyond[0]!r}, …) are beyond the model's {projection.in_features}"
+            raise AdapterError(name, ADDED_TOKENS, problem, "train without adding tokens, or merge it")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -23,6 +23,7 @@ from scute_converter.errors import AdapterError
 CONFIG = "adapter_config.json"
 SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
+ADDED_TOKENS = "added_tokens.json"
 
 # Bytes of JSON, and of the pickle beside the tensors of a .bin. A config of PEFT takes a few kB, 200 kB if it names
 # every layer of the largest models three times.
@@ -85,6 +86,20 @@ def read_json(adapter: str, folder: Path, name: str, most: int) -> dict[str, Any
     if not isinstance(content, dict):
         raise AdapterError(adapter, name, "is not a JSON object", "copy the file again")
     return content
+
+
+def read_added_tokens(adapter: str, folder: Path) -> tuple[dict[str, int], list[str]]:
+    """Tokens and their ids in ``added_tokens.json``, which trainers copy beside the adapter from the tokenizer of the
+    base model, and a note if the file cannot be read: it is none of PEFT's own."""
+    if not os.path.lexists(folder / ADDED_TOKENS):
+        return {}, []
+    try:
+        tokens = read_json(adapter, folder, ADDED_TOKENS, MOST_HEADER)
+    except AdapterError as error:
+        return {}, [f"tokens that were added are not known: {error}"]
+    if not all(type(number) is int for number in tokens.values()):
+        return {}, [f"tokens that were added are not known: {ADDED_TOKENS} is no table of token ids"]
+    return tokens, []
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

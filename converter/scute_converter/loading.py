@@ -17,7 +17,7 @@ from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig, parse
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
-from scute_converter.files import CONFIG, open_folder, read_folder
+from scute_converter.files import CONFIG, open_folder, read_added_tokens, read_folder
 from scute_converter.keys import Key
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.registry import METHODS, UNSERVED, Method
@@ -48,7 +48,9 @@ def load(
             raise AdapterError(name, str(folder), problem, "move one of them to a folder of its own")
         return _with_effect_noted(native.read(name, folder))
     config, tensors = read_folder(name, folder)
-    return load_tensors(tensors, config, name, base, base_dtype)
+    adapter = load_tensors(tensors, config, name, base, base_dtype)
+    tokens, notes = read_added_tokens(name, folder)
+    return replace(adapter, added_tokens=tokens, notes=(*adapter.notes, *notes))
 
 
 def load_tensors(

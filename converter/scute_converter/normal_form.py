@@ -164,7 +164,8 @@ class Adapter:
     one-line warnings for the user. ``payloads``: full weights by module path (``lm_head``, ``model.embed_tokens``), as
     stored and possibly still memory-mapped. PEFT saves them beside an adapted embedding or after a change of the
     vocabulary. They are no part of the forms: whoever serves the adapter compares them with the base weights and
-    refuses it if they differ.
+    refuses it if they differ. ``added_tokens``: ids by token, as the folder has them; whoever serves the adapter
+    refuses it if the base model has no such token.
     """
 
     method: str
@@ -174,3 +175,4 @@ class Adapter:
     parameters: int
     notes: tuple[str, ...] = ()
     payloads: dict[str, torch.Tensor] = field(default_factory=dict)
+    added_tokens: dict[str, int] = field(default_factory=dict)
