@@ -8,6 +8,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from scute_sglang.sites import Projection, Range, Site
 
 PROBE_ROWS = 512  # rows of the identity per pass: enough for a GEMM, little memory
+# Times the static scale of a layer's inputs, what FP8, int8 and NVFP4 (as 6 in a block with scale 16) hold exactly.
+PROBE_STEPS = 96
 
 
 def shows_weight(site: Site) -> bool:
@@ -22,7 +24,8 @@ def weight_as_served(site: Site, inputs: int | None = None) -> torch.Tensor:
 
     ``inputs``: how many of the input features, from the first on; all if None. Unquantised layers show it directly. For
     any other, rows of the identity go through the layer's own quantised GEMM, so that what comes out is the weight that
-    requests really meet, in whatever format it is stored.
+    requests really meet, in whatever format it is stored. Its inputs may be quantised too: with a scale of each row or
+    block, which fits the only number in it, or with a static one, for which the number is chosen.
     """
     layer = site.layer.base_layer
     start, stop = site.local_rows
@@ -31,12 +34,14 @@ def weight_as_served(site: Site, inputs: int | None = None) -> torch.Tensor:
         return layer.weight[start:stop, :real]
     width = getattr(layer, "input_size_per_partition", layer.input_size)
     device = next(layer.parameters()).device
+    static = getattr(layer, "input_scale", None)
+    unit = 1.0 if static is None else PROBE_STEPS * static.max().item()
     columns = []
     for first in range(0, real, PROBE_ROWS):
         rows = min(PROBE_ROWS, real - first)
         probe = torch.zeros(rows, width, dtype=layer.params_dtype, device=device)
-        probe[torch.arange(rows), first + torch.arange(rows)] = 1
-        columns.append(layer.quant_method.apply(layer, probe, None)[:, start:stop].T)
+        probe[torch.arange(rows), first + torch.arange(rows)] = unit
+        columns.append(layer.quant_method.apply(layer, probe, None)[:, start:stop].T / unit)
     return torch.cat(columns, dim=1)
 
 
