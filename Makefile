@@ -7,11 +7,12 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 
 help:
 	@sed -n '2,3p' Makefile | cut -c3-
 	@echo "  make lint   style, types and import contracts"
+	@echo "  make docs   the tables of docs/methods.md, from the registry of methods (minutes)"
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -32,6 +33,9 @@ lint: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pyright
 	$(VENV)/bin/lint-imports
+
+docs: $(READY)
+	PYTHONPATH=tests $(RUN) docs/make_methods.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .coverage*

@@ -209,7 +209,7 @@ def redraw(model: torch.nn.Module, generator: torch.Generator, distance: float =
     """Draw every trained parameter anew, so that the adapter changes its layers by about a third of their output
     times ``distance``."""
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or "ranknum" in name:  # AdaLoRA's is a count
             continue
         noise = torch.randn(parameter.shape, generator=generator)
         drawn = next((drawn for part, drawn in _DRAWN.items() if part in name), None)
