@@ -106,10 +106,11 @@ class ScuteLoRAManager(LoRAManager):
         )
 
     def _base_dtype(self) -> torch.dtype:
-        """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it."""
+        """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it. fp32 if they are
+        quantised, FP8 too."""
         weights = (getattr(layer.base_layer, "weight", None) for layer in self.site_map.layers)
         dtype = next((weight.dtype for weight in weights if weight is not None), self.dtype)
-        return dtype if dtype.is_floating_point else torch.float32
+        return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
 
     def _load(self, lora_ref: LoRARef, read: Callable[[], Adapter]) -> LoRAUpdateOutput:
         """Read, resolve and pack an adapter. All ranks load it or none does, and a refusal leaves nothing behind."""

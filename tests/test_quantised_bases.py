@@ -128,6 +128,6 @@ def test_int4_base_with_every_kind_of_slot(
         error, effect = (served - expected).abs().mean(), (expected - base).abs().mean()
         print(f"{name}: mean error {error:.2e}, effect {effect:.2f}")
         if name is None:
-            assert error <= 2e-3  # the base itself, in fp16
+            assert error <= 6 * 2**-11  # the base itself, a few steps of fp16
         else:
             assert error <= SHARE * effect, name
