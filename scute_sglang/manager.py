@@ -106,8 +106,8 @@ class ScuteLoRAManager(LoRAManager):
         )
 
     def _base_dtype(self) -> torch.dtype:
-        """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it. fp32 if they are
-        quantised, FP8 too."""
+        """Of the base weights as PEFT would see them: buffers it makes for an adapter are rounded to it; fp32 if they
+        are quantised, to FP8 too."""
         weights = (getattr(layer.base_layer, "weight", None) for layer in self.site_map.layers)
         dtype = next((weight.dtype for weight in weights if weight is not None), self.dtype)
         return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
@@ -117,9 +117,11 @@ class ScuteLoRAManager(LoRAManager):
         try:
             loaded = self._build(lora_ref, read)
         except Exception as error:
-            message = str(error) or repr(error)
             if not isinstance(error, ValueError):  # AdapterError is one; anything else is worth a traceback
                 logger.exception("adapter %s was not loaded", lora_ref.lora_name)
+            message = reason(error)
+            if str(lora_ref.lora_name) not in message:
+                message = f"adapter {lora_ref.lora_name!r}: {message}"
             return self.create_lora_update_result(success=False, error_message=message)
         self.loras[lora_ref.lora_id] = loaded
         self.lora_refs[lora_ref.lora_id] = lora_ref
@@ -220,7 +222,7 @@ class ScuteLoRAManager(LoRAManager):
         except Exception as error:
             outcome = error
         failed = isinstance(outcome, Exception)
-        said = get_parallel().tp_group.all_gather_object((failed, str(outcome) if failed else outcome[1]))
+        said = get_parallel().tp_group.all_gather_object((failed, reason(outcome) if isinstance(outcome, Exception) else outcome[1]))
         if isinstance(outcome, Exception):
             raise outcome
         for rank, (other_failed, message) in enumerate(said):
@@ -371,6 +373,21 @@ def drop_replicas(held: torch.Tensor, ranges: list[list[tuple[Range, Range]]], r
     for i, (rows, cols) in enumerate(ranges[rank]):
         if any(earlier[i] == (rows, cols) for earlier in ranges[:rank]):
             held[slice(*rows), slice(*cols)] = 0
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line. Refusals are lines that say what to do; of anything else the log has a traceback."""
+    if isinstance(error, ValueError):
+        return str(error)
+    said = str(error).strip().partition("\n")[0]
+    kind = "not enough memory" if is_out_of_memory(error) else "it could not be loaded"
+    remedy = "free some, or serve fewer adapters" if is_out_of_memory(error) else "see the log of the server"
+    return f"{kind} ({type(error).__name__}{': ' if said else ''}{said}); {remedy}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """On the host torch says it by a message."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def output_shift(site: Site, form: NormalForm) -> torch.Tensor | None:
