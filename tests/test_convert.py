@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from adapters import RECIPES, Oracle, Recipe, load_base, lora
+from adapters import EVERY_METHOD, RECIPES, Oracle, Recipe, load_base, lora
 from models import write_model
 from scute_converter import Adapter, AdapterError, Bias, NormalForm, load, native, reference
 from scute_sglang.cli import app
@@ -82,7 +82,7 @@ def packed(forms: Mapping[str, NormalForm], adapter: Adapter, dtype: torch.dtype
     return [*blocks, pack.rows, *(basis.row for basis in bases)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *EVERY_METHOD])
 def test_the_same_bytes_are_served(
     name: str, model: PreTrainedModel, adapters: dict[str, Path], converted: Callable[[str], Path]
 ) -> None:
