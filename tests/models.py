@@ -1,4 +1,4 @@
-"""Tiny base models for the tests: every dense family, random weights, a tokenizer with a chat template.
+"""Tiny base models for the tests: every family, random weights, a tokenizer with a chat template.
 
 Sizes are odd on purpose (nothing is square or a power of two, and little is a multiple of 16), and the weights are
 scaled so that the distribution over the next token is far from uniform: an adapter then has a clear effect on
@@ -30,6 +30,8 @@ TIED = {
     "gemma": (True,),
     "gemma2": (True,),
     "gemma3": (True,),
+    "phi3": (False,),
+    "qwen3_moe": (False,),
 }
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -75,6 +77,10 @@ _FAMILY: dict[str, dict[str, object]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # Not in FAMILIES, whose linear layers are known to be the seven split projections: q, k and v are one module here,
+    # and gate and up another.
+    "phi3": {"sliding_window": None},
+    "qwen3_moe": {"head_dim": 20, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
 _MODEL_TYPE = {"gemma3": "gemma3_text"}
 
@@ -136,8 +142,8 @@ def _initialise(model: PreTrainedModel, generator: torch.Generator) -> None:
             parameter.copy_((0.5 if gemma else 2) * noise / parameter.shape[1] ** 0.5)
         elif "lm_head" in name:
             parameter.copy_(2 * noise / parameter.shape[1] ** 0.5)
-        elif parameter.ndim == 2:
-            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+        elif parameter.ndim >= 2:  # experts have a dimension in front
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         elif name.endswith("norm.weight"):
             parameter.add_(0.2 * noise + (3 if gemma and name == "model.norm.weight" else 0))
         else:
