@@ -36,6 +36,7 @@ def register() -> None:
         logits_processor,
         lora_registry,
         model_runner,
+        schedule_batch,
         server_args,
         weight_updater,
     )
@@ -64,6 +65,7 @@ def register() -> None:
     logits_processor.install()
     weight_updater.install()
     lora_registry.install()
+    schedule_batch.install()
 
 
 def refuse(error: Exception) -> None:
