@@ -222,7 +222,8 @@ class ScuteLoRAManager(LoRAManager):
         except Exception as error:
             outcome = error
         failed = isinstance(outcome, Exception)
-        said = get_parallel().tp_group.all_gather_object((failed, reason(outcome) if isinstance(outcome, Exception) else outcome[1]))
+        told = reason(outcome) if isinstance(outcome, Exception) else outcome[1]
+        said = get_parallel().tp_group.all_gather_object((failed, told))
         if isinstance(outcome, Exception):
             raise outcome
         for rank, (other_failed, message) in enumerate(said):
@@ -376,7 +377,7 @@ def drop_replicas(held: torch.Tensor, ranges: list[list[tuple[Range, Range]]], r
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in one line. Refusals are lines that say what to do; of anything else the log has a traceback."""
+    """What went wrong, in one line. A refusal is one that says what to do; of anything else the log has a traceback."""
     if isinstance(error, ValueError):
         return str(error)
     said = str(error).strip().partition("\n")[0]
