@@ -18,6 +18,9 @@ from scute_converter.registry import Conversion, Variant, register
 # noise to more than 1e-4, another one on every device.
 _INDEPENDENT = 1e-3
 
+# Squares of lengths within these are numbers of fp32.
+_SHORTEST, _LONGEST = 1e-18, 1e18
+
 
 @dataclass(frozen=True, kw_only=True)
 class HRAConfig(MethodConfig):
@@ -50,6 +53,11 @@ def _check_directions(checkpoint: Checkpoint, config: HRAConfig, module: str, ve
     lengths = vectors.double().norm(dim=0)
     if not lengths.all():
         raise checkpoint.error(module, "hra_u", "has a column of length 0, which is no direction", "train it further")
+    if lengths.min() < _SHORTEST or lengths.max() > _LONGEST:
+        problem = (
+            f"has a column of length {lengths.max():.3g} or {lengths.min():.3g}, by which PEFT cannot divide in fp32"
+        )
+        raise checkpoint.error(module, "hra_u", problem, "scale the column, whose length does not count")
     if not config.apply_GS:
         return
     size, rank = vectors.shape
