@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from scute_converter import load, load_tensors
 from scute_converter.files import BIN, CONFIG, MOST_CONFIG, SAFETENSORS, read_safetensors
+from scute_converter.normal_form import NormalForm
 from scute_converter.patterns import match
 from test_converter import CONFIG as LORA
 from test_converter import PREFIX, Tensors, lora_tensors, refused, write
@@ -161,6 +162,31 @@ def test_small_tensors_that_stand_for_large_ones(method: str) -> None:
 def test_boft_with_an_order_of_another_shape() -> None:
     tensors = {f"{Q}boft_R": ones(1, 500_000, 1, 1), f"{Q}boft_s": ones(42, 1), f"{Q}boft_P": ones(1, 3, 3)}
     refused(lambda: load_tensors(tensors, {"peft_type": "BOFT"}, "bad"), "boft_P", "reorders")
+
+
+def test_lengths_that_fp32_cannot_square() -> None:
+    """PEFT divides by them, which gives zero: finite, and not what the tensors say."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    config = {"target_modules": ["q_proj"]}
+    hra = {f"{Q}hra_u": draw(30, 2) * torch.tensor([1, 1e25])}
+    refused(lambda: load_tensors(hra, config | {"peft_type": "HRA"}, "bad"), "q_proj.hra_u", "fp32")
+    delora = {f"{Q}delora_A": draw(2, 30) * 1e25, f"{Q}delora_B": draw(42, 2), f"{Q}delora_lambda": draw(1).abs()}
+    delora[f"{Q}delora_w_norm"] = draw(30).abs()
+    refused(lambda: load_tensors(delora, config | {"peft_type": "DELORA", "r": 2}, "bad"), "delora_A", "fp32")
+    dora = {f"{Q}lora_A.weight": draw(3, 30), f"{Q}lora_B.weight": draw(42, 3), f"{Q}lora_magnitude_vector": draw(42)}
+    dora[f"{Q}lora_B.weight"][7] *= 1e25
+    adapter = load_tensors(dora, LORA | config, "bad")
+    form = adapter.forms["model.layers.0.self_attn.q_proj"]
+    refused(lambda: resolved(form, draw(42, 30)), "lora_magnitude_vector", "not finite")  # type: ignore[arg-type,return-value]
+
+
+def resolved(form: NormalForm, weight: torch.Tensor) -> NormalForm:
+    assert form.deferred is not None
+    return form.deferred.resolve(form, form.deferred.measure(weight, form))
 
 
 # Archives of torch

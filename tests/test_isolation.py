@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
@@ -78,6 +79,14 @@ def test_keys_of_requests_keep_apart_what_they_name(server: Server) -> None:
     for name in (None, A):
         counts = [ask(server, prompt, name, extra_key=key).cached_tokens > 0 for key in ("one", "two", "one", "two")]
         assert counts == [False, False, True, True]
+
+
+def test_names_are_no_secrets(server: Server, adapters: dict[str, Path]) -> None:
+    """What ``docs/security.md`` says of them."""
+    response = server.post("generate", input_ids=[7, 8], lora_path="nobody")
+    assert response.status_code == 400
+    assert all(name in response.text for name in adapters)
+    assert str(adapters[A]) in requests.get(f"{server.url}/server_info", timeout=30).text
 
 
 def test_the_answers_tell_adapters_apart(llama: Path, server: Server, adapters: dict[str, Path]) -> None:

@@ -11,6 +11,8 @@ from scute_converter.normal_form import NormalForm, Pair
 from scute_converter.patterns import lookup
 from scute_converter.registry import Conversion, Variant, register
 
+# The square of a longer factor is no number of fp32, in which PEFT takes the norms.
+_LONGEST = 1e18
 # PEFT clamps the norms of the factors to at least this.
 _SHORTEST = 1e-4
 
@@ -53,6 +55,9 @@ def _convert_module(checkpoint: Checkpoint, config: DeloraConfig, module: str) -
         # The scale has a factor 1 / r: with two candidates for r it is not known.
         problem = f"has rank {rank}, but the config says {expected}"
         raise checkpoint.error(module, "delora_A", problem, "correct r or rank_pattern in adapter_config.json")
+    if max(a.norm(dim=1).max(), b.norm(dim=0).max()) > _LONGEST:
+        problem = "has a term whose length fp32 cannot square, as PEFT does"
+        raise checkpoint.error(module, "delora_A", problem, "scale the factors, whose lengths do not count")
     lengths = a.norm(dim=1).clamp(min=_SHORTEST) * b.norm(dim=0).clamp(min=_SHORTEST)
     scaled = b.T * (strength / rank / lengths)[:, None]
     pair = Pair(checkpoint.converted(module, "delora_A", a * w_norm), checkpoint.converted(module, "delora_B", scaled))

@@ -57,7 +57,8 @@ class DoraScale:
         assert form.pair is not None
         norm = measured.to("cpu", torch.float64).sqrt()
         delta = (self.magnitude.double() - norm) / norm
-        if not is_finite(delta.float()):
+        # PEFT squares in fp32.
+        if not is_finite(delta.float()) or not is_finite(measured.float()) or not measured.float().all():
             problem = "a row of the base weight plus the low-rank product has length 0 or is not finite"
             remedy = "serve the base model that the adapter was trained on"
             raise AdapterError(self.adapter, f"tensor {self.module}.{MAGNITUDE}", problem, remedy)
