@@ -7,7 +7,6 @@ when Triton is imported.
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from kernel_cases import (
     make_case,
     random_ids,
 )
-from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
 from scute_kernels.rotate import kernel as rotate_kernel
@@ -83,31 +81,6 @@ def test_every_loop_runs_twice(dtype: torch.dtype, spare_rows: int) -> None:
         split=2,
     )
     check_shrink_and_expand(shrink_kernel.shrink, expand_kernel.expand, case.to(DEVICE))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("programs", [1, 40])
-def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int) -> None:
-    """A program takes several pairs, blocks of ranks and tiles, and the unaligned basis goes in small blocks."""
-    case = make_case(
-        seed=11,
-        dtype=dtype,
-        in_features=144,
-        widths=(80, 23),
-        methods=("lora", "vera", "everything", "vera", "dora", "everything"),
-        requests=[(0, 2), (1, 1), (2, 17), (-1, 2), (3, 1), (4, 1), (5, 1), (0, 1)],
-        spare_rows=5,
-        max_rank=40,
-        split=2,
-    )
-    shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2, max_registers=None, pdl=False)
-    expand = launch.Expand(16, 32, 2, num_warps=4, num_stages=1, max_registers=None, pdl=False)
-    assert case.plan.tiles.shape[0] > 2 * expand.tile_programs
-    check_shrink_and_expand(
-        partial(shrink_kernel.shrink, parameters=shrink),
-        partial(expand_kernel.expand, parameters=expand),
-        case.to(DEVICE),
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,8 +31,7 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Shrink:
-    """``share``: features that a program multiplies, about. ``programs``: of a launch, about. ``max_registers``: of a
-    thread, None for as many as the compiler wants. ``pdl``: programmatic dependent launch, see ``supports_pdl``."""
+    """``share``: features that a program multiplies, about; ``programs``: of a launch, about."""
 
     block_rank: int
     block_in: int
@@ -40,7 +39,6 @@ class Shrink:
     programs: int
     num_warps: int
     num_stages: int
-    max_registers: int | None
     pdl: bool
 
 
@@ -53,14 +51,13 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Expand:
-    """``tile_programs``: how many programs share the tiles of a block of columns, at most. The rest: of ``Shrink``."""
+    """``tile_programs``: how many programs share the tiles of a block of columns, at most."""
 
     block_rank: int
     block_out: int
     tile_programs: int
     num_warps: int
     num_stages: int
-    max_registers: int | None
     pdl: bool
 
 
@@ -95,11 +92,7 @@ def shrink(rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
 
 def shrink_split(rows: int, dtype: torch.dtype, in_features: int) -> int:
     """SPLIT of ``shrink``: into how many partial planes the features are split. Depends on shapes only."""
-    return split_of(in_features, choose(_table()["shrink"][precision(dtype)], rows, Shrink).share)
-
-
-def split_of(in_features: int, share: int) -> int:
-    """How many shares of about ``share`` features."""
+    share = choose(_table()["shrink"][precision(dtype)], rows, Shrink).share
     return max(1, min(_MOST_PLANES, in_features // share))
 
 
@@ -130,12 +123,9 @@ def supports_pdl() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def options(parameters: Shrink | Expand) -> dict[str, Any]:
-    """Launch options that are given only where they are wanted; the interpreter knows neither."""
-    wanted: dict[str, Any] = {"launch_pdl": True} if parameters.pdl else {}
-    if parameters.max_registers is not None:
-        wanted["maxnreg"] = parameters.max_registers
-    return wanted
+def pdl(wanted: bool) -> dict[str, bool]:
+    """The launch option, given only where it is wanted: the interpreter does not know it."""
+    return {"launch_pdl": True} if wanted else {}
 
 
 def _block(rank: int, most: int) -> int:

@@ -308,13 +308,11 @@ def expand(
     origins: torch.Tensor,
     first_site: int,
     slice_offsets: Sequence[int],
-    parameters: launch.Expand | None = None,
 ) -> None:
-    """``parameters``: those of the table if not given."""
     own, shared = v.numel() > 0, u.numel() > 0
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
     v_split, u_split = (v.shape[0] if own else 1), (u.shape[0] if shared else 1)
-    parameters = parameters or launch.expand(h.shape[0], arena.dtype, max(v_rank, u_rank))
+    parameters = launch.expand(h.shape[0], arena.dtype, max(v_rank, u_rank))
     column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     _expand[(column_blocks, min(tiles.shape[0], parameters.tile_programs))](
         h,
@@ -352,5 +350,5 @@ def expand(
         PDL=parameters.pdl,
         num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
-        **launch.options(parameters),
+        **launch.pdl(parameters.pdl),
     )

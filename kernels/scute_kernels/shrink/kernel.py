@@ -64,7 +64,7 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
 def _shrink(
     x_ptr,
     order_ptr,
@@ -78,7 +78,6 @@ def _shrink(
     first_site,
     sites,
     n_tiles,
-    split,
     x_stride,
     in_features,
     v_rank,
@@ -93,15 +92,16 @@ def _shrink(
     TILES: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    slice_number = tl.program_id(1) // split
-    share = tl.program_id(1) % split
-    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
+    slice_number = tl.program_id(1) // SPLIT
+    share = tl.program_id(1) % SPLIT
+    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), SPLIT) * BLOCK_IN
     first_feature = share * width_of_share
     last_feature = tl.minimum(first_feature + width_of_share, in_features)
 
@@ -203,15 +203,13 @@ def shrink(
     first_site: int,
     v: torch.Tensor,
     u: torch.Tensor,
-    parameters: launch.Shrink | None = None,
 ) -> None:
-    """``parameters``: those of the table if not given."""
     own, shared = v.numel() > 0, u.numel() > 0
     if not own and not shared:
         return
     split, rows, n_slices, _ = (v if own else u).shape
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
-    parameters = parameters or launch.shrink(rows, arena.dtype, max(v_rank, u_rank))
+    parameters = launch.shrink(rows, arena.dtype, max(v_rank, u_rank))
     # No more programs than blocks of ranks there can be.
     most = tiles.shape[0] * (triton.cdiv(v_rank, parameters.block_rank) + triton.cdiv(u_rank, parameters.block_rank))
     programs = max(1, min(most, parameters.programs // (n_slices * split)))
@@ -228,7 +226,6 @@ def shrink(
         first_site,
         table.shape[1],
         tiles.shape[0],
-        split,
         x.stride(0),
         x.shape[1],
         v_rank,
@@ -243,10 +240,11 @@ def shrink(
         TILES=max(16, triton.next_power_of_2(tiles.shape[0])),
         VECTOR=16 // arena.itemsize,
         ROWS=tile_rows,
+        SPLIT=split,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
         PDL=parameters.pdl,
         num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
-        **launch.options(parameters),
+        **launch.pdl(parameters.pdl),
     )
