@@ -20,11 +20,9 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 from scute_kernels.expand import expand
 from scute_kernels.launch import shrink_split
 from scute_kernels.lookup import lookup
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, packed_size, tile_rows, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, packed_size, view_plan
 from scute_kernels.rotate import rotate
-from scute_kernels.route import route
 from scute_kernels.shrink import shrink
-from scute_kernels.table import FIELDS
 from scute_patches.decode_cuda_graph_runner import ROTATE_VARIANT
 
 if TYPE_CHECKING:
@@ -85,14 +83,6 @@ class HeadBatch:
     use_cuda_graph: bool = False
 
 
-@dataclass(frozen=True)
-class PlanMemory:
-    """Device memory of a plan: what ``build_plan`` packs, and the routes of its tiles."""
-
-    packed: torch.Tensor
-    routes: torch.Tensor
-
-
 class ScuteLoRABackend(BaseLoRABackend):
     """Stands behind SGLang's ``forward_with_base``, through which every wrapper layer runs its adapters."""
 
@@ -109,9 +99,9 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs) -> None:
         super().__init__(max_loras_per_batch, device)
-        self._decode_plan: PlanMemory | None = None
+        self._decode_plan: torch.Tensor | None = None
         self._decode_rows = 0
-        self._prefill_plan: PlanMemory | None = None
+        self._prefill_plan: torch.Tensor | None = None
 
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
@@ -128,19 +118,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
         self._prefill_plan = self._static_plan(max_num_tokens)
 
-    def _static_plan(self, rows: int) -> PlanMemory:
+    def _static_plan(self, rows: int) -> torch.Tensor:
         """A plan that graphs may hold: all base rows until a batch is written into it."""
-        memory = self._plan_memory(rows)
-        self._fill([], [], rows, memory)
-        return memory
-
-    def _plan_memory(self, rows: int) -> PlanMemory:
-        slots, sites, _ = self.pool.table.shape
-        tiles = most_tiles(rows, tile_rows(rows), slots)
-        return PlanMemory(
-            packed=torch.empty(packed_size(rows, slots), dtype=torch.int32, device=self.device),
-            routes=self.pool.table.new_empty(tiles, sites, FIELDS),
-        )
+        return build_plan([], [], [-1] * self.max_loras_per_batch, rows).to(self.device)
 
     def prepare(
         self, forward_batch: ForwardBatch, slots: Sequence[int], decode_graph: bool, prefill_graph: bool
@@ -166,18 +146,17 @@ class ScuteLoRABackend(BaseLoRABackend):
         self._prepare_head(forward_batch, slots)
 
     def _fill(
-        self, slots: Sequence[int], counts: Sequence[int], rows: int, into: PlanMemory | None = None
+        self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None
     ) -> BatchPlan:
         groups = self.pool.groups({slot for slot in slots if slot >= 0})
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         build_plan(slots, counts, groups, rows, out=host)
         if into is None:
-            into = self._plan_memory(rows)
-        into.packed.copy_(host, non_blocking=True)
-        plan = view_plan(into.packed, rows, into.routes)
-        route(plan.row_slot, plan.order, plan.tiles, plan.tile_rows, plan.routes, self.pool.table)
-        return plan
+            into = host.to(self.device, non_blocking=True)
+        else:
+            into.copy_(host, non_blocking=True)
+        return view_plan(into, rows)
 
     def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:
         """Plans for the pruned rows of the output head, whole and per pass, if an adapter of the batch adapts it."""
@@ -249,7 +228,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         live = plan_of(plan, rows, self.max_loras_per_batch)
         max_rank = self.max_rank if capturing else batch.max_rank
         memory = (self.pool.arena.tensor, self.pool.table, self.pool.bases, self.pool.origins)
-        plan_and_memory = (live.row_slot, live.order, live.tiles, live.tile_rows, live.routes, *memory)
+        plan_and_memory = (live.row_slot, live.order, live.tiles, live.tile_rows, *memory)
 
         if embedding:
             output = base(x)
@@ -266,7 +245,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         shared = capturing or layer.module_index in batch.shared
         v = u = x.new_empty(0, dtype=torch.float32)
         if own or shared:
-            split = shrink_split(rows, x.dtype, x.shape[1]) if x.is_cuda else 1
+            split = shrink_split(rows, plan.tile_rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
             scratch = (split, rows, n_slices, max_rank)
             v = x.new_empty(scratch if own else 0, dtype=torch.float32)
             u = x.new_empty(scratch if shared else 0, dtype=torch.float32)
@@ -308,5 +287,4 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
 
 def plan_of(plan: BatchPlan, rows: int, slots: int) -> BatchPlan:
     """The plan with no more tiles than ``rows`` rows can need: the rest of a static plan is dead for them."""
-    tiles = most_tiles(rows, plan.tile_rows, slots)
-    return dataclasses.replace(plan, tiles=plan.tiles[:tiles], routes=plan.routes[:tiles])
+    return dataclasses.replace(plan, tiles=plan.tiles[: most_tiles(rows, plan.tile_rows, slots)])

@@ -11,8 +11,7 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, tile_rows, view_plan
-from scute_kernels.route.reference import route
+from scute_kernels.plan import BatchPlan, build_plan, view_plan
 from scute_kernels.table import (
     BASIS,
     BASIS_A,
@@ -40,7 +39,7 @@ EPS32 = 2.0**-23
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Half a step among the subnormal numbers, where a rounding error is not relative any more.
 UNDERFLOW = {dtype: torch.finfo(dtype).smallest_normal * unit for dtype, unit in UNIT_ROUNDOFF.items()}
-Common = tuple[torch.Tensor | int, ...]
+Common = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "everything", "nothing")
 
 
@@ -116,7 +115,7 @@ class Case:
     @property
     def common(self) -> Common:
         """The arguments that every operator takes, in order."""
-        plan = (self.plan.row_slot, self.plan.order, self.plan.tiles, self.plan.tile_rows, self.plan.routes)
+        plan = (self.plan.row_slot, self.plan.order, self.plan.tiles, self.plan.tile_rows)
         return (*plan, self.arena, self.table, self.bases, self.origins)
 
     @property
@@ -137,11 +136,7 @@ class Case:
             moved[name] = wide[:, : moved[name].shape[1]].copy_(moved[name])
         plan = self.plan
         moved["plan"] = BatchPlan(
-            plan.row_slot.to(device),
-            plan.order.to(device),
-            plan.tiles.to(device),
-            plan.tile_rows,
-            plan.routes.to(device),
+            plan.row_slot.to(device), plan.order.to(device), plan.tiles.to(device), plan.tile_rows
         )
         return Case(**moved)
 
@@ -207,10 +202,7 @@ def make_case(
     live = sum(count for _, count in requests)
     rows = live + spare_rows
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
-    packed = build_plan([slot for slot, _ in requests], [count for _, count in requests], groups, rows)
-    routes = torch.empty(most_tiles(rows, tile_rows(rows), n_slots), sites, FIELDS, dtype=torch.int64)
-    plan = view_plan(packed, rows, routes)
-    route(plan.row_slot, plan.order, plan.tiles, plan.tile_rows, routes, table)
+    plan = view_plan(build_plan([slot for slot, _ in requests], [count for _, count in requests], groups, rows), rows)
     x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
     offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
     h = memory.random(rows, offsets[-1] + choose.choice([0, 16, 3]))[:, : offsets[-1]]
@@ -396,22 +388,6 @@ def check_expanded(case: Case, before: torch.Tensor) -> None:
             if case.h.dtype != torch.float32:  # v and u * d are rounded before they meet b
                 tolerance += unit * pairs + lost
             _assert_close(after[n, begin:end], expected, tolerance, f"row {n} slice {i} slot {slot}")
-
-
-def check_route(route: Operator, case: Case) -> None:
-    """``route`` against the maximum over the rows of each tile, row by row."""
-    routes = torch.full_like(case.plan.routes, 7)
-    plan = case.plan
-    route(plan.row_slot, plan.order, plan.tiles, plan.tile_rows, routes, case.table)
-    order, table, routes = plan.order.tolist(), case.table.cpu(), routes.cpu()
-    for tile, (start, length, slot, row) in enumerate(plan.tiles.tolist()):
-        expected = torch.full_like(table[0], -1)
-        for n in order[start : start + length]:
-            expected = torch.maximum(expected, table[case.slots[n]])
-        assert torch.equal(routes[tile], expected), f"tile {tile}"
-        if length:
-            assert row == order[start]
-            assert slot < 0 or torch.equal(routes[tile], table[slot])
 
 
 def check_lookup(lookup: Operator, case: Case, ids: torch.Tensor) -> None:

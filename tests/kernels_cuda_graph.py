@@ -40,7 +40,6 @@ def test_one_capture_serves_every_batch() -> None:
     v, u = static.scratch(), static.scratch()
 
     def step() -> None:
-        ops.route(*static.common[:5], static.table)
         ops.rotate(static.x, *static.common, FIRST_SITE, rotated)
         ops.shrink(static.x, *static.common, FIRST_SITE, v, u)
         ops.expand(static.h, v, u, *static.common, FIRST_SITE, static.slice_offsets)

@@ -18,7 +18,6 @@ from kernel_cases import (
     cases,
     check_lookup,
     check_rotate,
-    check_route,
     check_shrink_and_expand,
     make_case,
     random_ids,
@@ -26,7 +25,6 @@ from kernel_cases import (
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
 from scute_kernels.rotate import kernel as rotate_kernel
-from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shrink import kernel as shrink_kernel
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -51,12 +49,6 @@ def test_shrink_and_expand(case: Case) -> None:
 @given(case=cases(DTYPES))
 def test_rotate(case: Case) -> None:
     check_rotate(rotate_kernel.rotate, case.to(DEVICE))
-
-
-@bounded
-@given(case=cases(DTYPES))
-def test_route(case: Case) -> None:
-    check_route(route_kernel.route, case.to(DEVICE))
 
 
 @bounded

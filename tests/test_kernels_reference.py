@@ -12,7 +12,6 @@ from kernel_cases import (
     cases,
     check_lookup,
     check_rotate,
-    check_route,
     check_shrink_and_expand,
     make_case,
     random_ids,
@@ -31,12 +30,6 @@ def test_shrink_and_expand(case: Case) -> None:
 @given(case=cases())
 def test_rotate(case: Case) -> None:
     check_rotate(ops.rotate, case)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(case=cases())
-def test_route(case: Case) -> None:
-    check_route(ops.route, case)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -59,14 +52,13 @@ def mixed_case() -> Case:
     )
 
 
-@pytest.mark.parametrize("operator", ["route", "rotate", "shrink", "lookup", "expand"])
+@pytest.mark.parametrize("operator", ["rotate", "shrink", "lookup", "expand"])
 def test_registration(operator: str) -> None:
     """Schema, fake implementation and dispatch agree, as ``torch.compile`` needs."""
     case = mixed_case()
     zeros = torch.zeros_like(case.scratch())
     rows = len(case.slots)
     arguments = {
-        "route": (*case.common[:5], case.table),
         "rotate": (case.x, *case.common, FIRST_SITE, case.x.new_empty(2, rows, 48)),
         "shrink": (case.x, *case.common, FIRST_SITE, zeros.clone(), zeros.clone()),
         "lookup": (random_ids(case), *case.common, FIRST_SITE, 48, zeros[:1, :, :1].contiguous()),

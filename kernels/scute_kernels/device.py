@@ -32,31 +32,31 @@ BASIS_FIELDS = tl.constexpr(table.BASIS_FIELDS)
 
 
 @triton.jit
-def tile_record(tiles_ptr, tile, n_tiles):
-    """``start, length, slot, row`` of a tile, see ``plan.py``; length 0 at or beyond ``n_tiles``."""
-    entry = tiles_ptr + 4 * tile
-    known = tile < n_tiles
-    start = tl.load(entry, mask=known, other=0)
-    length = tl.load(entry + 1, mask=known, other=0)
-    slot = tl.load(entry + 2, mask=known, other=0)
-    row = tl.load(entry + 3, mask=known, other=0)
-    return start, length, slot, row
-
-
-@triton.jit
-def rows_of_tile(order_ptr, start, length, first_row, ROWS: tl.constexpr):
-    """Row numbers (int64) and which of them are live, both ``(ROWS,)``. The arguments: of ``tile_record``."""
+def rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS: tl.constexpr):
+    """Row numbers (int64), which of them are live, and the slot of each (int64, -1 where not live): all ``(ROWS,)``."""
+    start = tl.load(tiles_ptr + 4 * tile)
+    length = tl.load(tiles_ptr + 4 * tile + 1)
+    slot = tl.load(tiles_ptr + 4 * tile + 2)
     place = tl.arange(0, ROWS)
     live = place < length
-    rows = tl.load(order_ptr + start + place, mask=live & (place > 0), other=first_row)
-    return rows.to(tl.int64), live
+    rows = tl.load(order_ptr + start + place, mask=live, other=0).to(tl.int64)
+    # A tile of one slot does not wait for row_slot.
+    slots = tl.load(row_slot_ptr + rows, mask=live & (slot < 0), other=slot)
+    return rows, live, tl.where(live, slots, -1).to(tl.int64)
 
 
 @triton.jit
-def slots_of_rows(row_slot_ptr, rows, live, slot):
-    """Slots (int64) of the rows of a tile, -1 where not live. ``slot``: the tile's; of one slot it does not wait."""
-    slots = tl.load(row_slot_ptr + rows, mask=live & (slot < 0), other=slot)
-    return tl.where(live, slots, -1).to(tl.int64)
+def bases_of_tile(table_ptr, sites, first_site, slots, live, N_SLICES: tl.constexpr, SLICES: tl.constexpr):
+    """``(SLICES,)`` int64, the basis of a tile at each slice, -1 if none. ``SLICES``: power of two >= ``N_SLICES``."""
+    i = tl.arange(0, SLICES)
+    entries = table_ptr + (slots[:, None] * sites + first_site + i[None, :]) * FIELDS + BASIS
+    return tl.max(tl.load(entries, mask=live[:, None] & (i < N_SLICES)[None, :], other=-1), axis=0)
+
+
+@triton.jit
+def first_slice_with(of_slice, basis, SLICES: tl.constexpr):
+    """Where ``u`` of ``basis`` stands (``plan.tile_bases`` has the rule). ``of_slice``: of ``bases_of_tile``."""
+    return tl.min(tl.where(of_slice == basis, tl.arange(0, SLICES), SLICES), axis=0)
 
 
 @triton.jit

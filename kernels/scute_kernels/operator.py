@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 PLAN_AND_MEMORY = (
-    "Tensor row_slot, Tensor order, Tensor tiles, int tile_rows, Tensor routes, "
+    "Tensor row_slot, Tensor order, Tensor tiles, int tile_rows, "
     "Tensor arena, Tensor table, Tensor bases, Tensor origins"
 )
 

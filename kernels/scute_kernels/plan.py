@@ -17,21 +17,17 @@ class BatchPlan:
 
     ``row_slot``: ``(N,)`` int32, the slot of each row, ``-1`` for the base model.
     ``order``: ``(N,)`` int32, row numbers with the rows of a tile side by side.
-    ``tiles``: ``(T, 4)`` int32 of ``start, length, slot, row``: the tile covers ``order[start : start + length]``, and
-    ``row`` is the first of them, so that a tile of one row does not wait for ``order``.
+    ``tiles``: ``(T, 4)`` int32 of ``start, length, slot, 0``: the tile covers ``order[start : start + length]``.
     ``slot >= 0``: every row has this slot. ``slot == -1``: rows of several slots that have no own pair anywhere and,
     wherever they have a shared pair, the same basis (so the basis is read once for all of them). ``length == 0``: a
     dead tile; tiles past the live ones are dead. ``tile_rows``: most rows a tile may have, a power of two >= 16.
     Base rows are in no tile.
-    ``routes``: ``(T, sites, FIELDS)`` int64, what each tile finds in the adapter table; operator ``route`` writes it
-    once per forward.
     """
 
     row_slot: torch.Tensor
     order: torch.Tensor
     tiles: torch.Tensor
     tile_rows: int
-    routes: torch.Tensor
 
 
 def tile_rows(rows: int) -> int:
@@ -43,9 +39,8 @@ def tile_rows(rows: int) -> int:
 
 
 def most_tiles(rows: int, tile_rows: int, slots: int) -> int:
-    """How many tiles ``rows`` rows of at most ``slots`` adapters can need: the full ones, and one more per adapter; but
-    none is without a row."""
-    return min(rows, -(-rows // tile_rows) + slots)
+    """How many tiles ``rows`` rows of at most ``slots`` adapters can need: the full ones, and one more per adapter."""
+    return -(-rows // tile_rows) + min(rows, slots)
 
 
 def packed_size(rows: int, slots: int) -> int:
@@ -98,6 +93,8 @@ def build_plan(
         arranged += requests
         begin = end
     arranged += base
+    tiles.zero_()
+    tiles.view(-1)[: len(live_tiles)] = torch.tensor(live_tiles, dtype=torch.int32)
 
     row_slot[:live] = _repeat(slots, counts, live)
     row_slot[live:] = -1
@@ -107,11 +104,6 @@ def build_plan(
     shifts = [starts[request] - place for request, place in zip(arranged, places, strict=False)]
     torch.arange(rows, out=order)
     order[:live] += _repeat(shifts, arranged_counts, live)
-
-    tiles.zero_()
-    written = tiles[: len(live_tiles) // 4]
-    written[:] = torch.tensor(live_tiles, dtype=torch.int32).view(-1, 4)
-    written[:, 3] = order[written[:, 0]]
     return out
 
 
@@ -121,24 +113,23 @@ def _repeat(values: Sequence[int], counts: Sequence[int], total: int) -> torch.T
     )
 
 
-def view_plan(packed: torch.Tensor, rows: int, routes: torch.Tensor) -> BatchPlan:
-    """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan, but
-    for ``routes``, which operator ``route`` then has to write anew."""
-    return BatchPlan(packed[:rows], packed[rows : 2 * rows], packed[2 * rows :].view(-1, 4), tile_rows(rows), routes)
+def view_plan(packed: torch.Tensor, rows: int) -> BatchPlan:
+    """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan."""
+    return BatchPlan(packed[:rows], packed[rows : 2 * rows], packed[2 * rows :].view(-1, 4), tile_rows(rows))
 
 
-def live_tiles(order: torch.Tensor, tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Number and row numbers of every live tile. Reads the plan on the host: for the references only."""
-    for tile, (start, length, _, _) in enumerate(tiles.tolist()):
+def live_tiles(order: torch.Tensor, tiles: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """Row numbers and slot of every live tile. Reads the plan on the host: for the references only."""
+    for start, length, slot, _ in tiles.tolist():
         if length:
-            yield tile, order[start : start + length].long()
+            yield order[start : start + length].long(), slot
 
 
-def tile_bases(routes: torch.Tensor, tile: int, first_site: int, n_slices: int) -> list[int]:
-    """The basis of a tile at each slice, -1 if none.
+def tile_bases(table: torch.Tensor, slots: torch.Tensor, first_site: int, n_slices: int) -> list[int]:
+    """The basis of a tile at each slice, -1 if none; ``slots`` are those of its rows.
 
     Where slices of a tile have the same basis, ``x a_shared^T`` is the same for them (they read the same ``x``): it is
     computed once, and stands in ``u`` at the first slice of the tile with that basis, ``tile_bases(...).index(basis)``.
-    It is undamped (without ``d``) and there for every row of the tile. The kernels have the same rule.
+    It is undamped (without ``d``) and there for every row of the tile. ``device.py`` has the same rule for the kernels.
     """
-    return routes[tile, first_site : first_site + n_slices, BASIS].tolist()
+    return table[slots.long(), first_site : first_site + n_slices, BASIS].amax(0).tolist()

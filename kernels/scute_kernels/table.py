@@ -9,12 +9,6 @@ absent, which is the identity.
 first input and the first output feature of the site within the full Hugging Face projection (nonzero under tensor
 parallel, or for a slice of a projection that Hugging Face itself fuses); a shared basis is read from there.
 
-``routes`` is ``(tiles, sites, FIELDS)`` int64, made from ``table`` for the tiles of a batch plan: of a tile of one slot
-the entries of that slot, else of each field the largest value among the slots of its rows (so an offset says whether
-any row has the part, and ``BASIS`` is the basis that they have in common); of a dead tile -1 in every field. A kernel
-finds there in one step what it would find in ``table`` by way of the plan, and reads ``table`` itself only for what
-differs between the rows of a tile.
-
 Every offset in ``table`` lies on 16 bytes (the arena itself does too): the kernels read 16 bytes at a time. A shared
 basis may begin anywhere and its rows may be of any length; where both lie on 16 bytes, reading is faster.
 """

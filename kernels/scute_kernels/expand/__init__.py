@@ -9,8 +9,7 @@ expand = register(
     reference.expand,
     kernel.expand,
 )
-"""``expand(h, v, u, row_slot, order, tiles, tile_rows, routes, arena, table, bases, origins, first_site,
-slice_offsets)``
+"""``expand(h, v, u, row_slot, order, tiles, tile_rows, arena, table, bases, origins, first_site, slice_offsets)``
 
 ``h <- h + h * (s - 1) + bias + v b + ((u * d) b_shared) * e`` for every row and slice, in fp32 and rounded once; in
 fp16 and bf16 ``v`` and ``u * d`` are rounded to the arena's dtype before they are multiplied. Rows without any part at

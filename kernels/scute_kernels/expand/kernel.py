@@ -1,8 +1,4 @@
-"""expand: the Triton kernel. A program finishes one block of columns for some tiles.
-
-It runs on the critical path, after the base layer, so it waits as seldom as it can: what a tile has at a site is in
-``routes``, at an address that depends on the launch alone, and everything else follows from that in one step.
-"""
+"""expand: the Triton kernel. A program finishes one tile over some columns of one slice."""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -31,43 +27,67 @@ from scute_kernels.device import (
     B,
     D,
     E,
+    bases_of_tile,
+    first_slice_with,
     known_multiple,
     rows_of_tile,
-    slots_of_rows,
-    tile_record,
 )
 
-# Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
-# does not take the registers, hence the occupancy, of the other.
-UNALIGNED_BLOCK = tl.constexpr(16)
+
+@triton.jit
+def _sum_of_planes(pointers, plane_stride, mask, SPLIT: tl.constexpr):
+    total = tl.load(pointers, mask=mask, other=0.0)
+    for _ in tl.static_range(1, SPLIT):
+        pointers += plane_stride
+        total += tl.load(pointers, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit
-def _entry(routes_ptr, tile, n_tiles, sites, site, OWN: tl.constexpr, SHARED: tl.constexpr):
-    """``RANK, B, SCALE, BIAS, BASIS`` of a tile at a site; no part at or beyond ``n_tiles``, or without scratch."""
-    entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
-    known = tile < n_tiles
-    rank = tl.load(entry + RANK, mask=known & OWN, other=0).to(tl.int32)
-    b = tl.load(entry + B, mask=known & OWN, other=-1)
-    scale = tl.load(entry + SCALE, mask=known, other=-1)
-    bias = tl.load(entry + BIAS, mask=known, other=-1)
-    basis = tl.load(entry + BASIS, mask=known & SHARED, other=-1)
-    return rank, b, scale, bias, basis
+def _own_product(
+    v_ptr,
+    v_columns,
+    v_row_stride,
+    v_plane_stride,
+    b_ptr,
+    b_stride,
+    rank,
+    rows,
+    live,
+    n,
+    n_live,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """``v b``, ``(ROWS, BLOCK_OUT)`` fp32. ``v_ptr``: of the slice; ``v_columns``: R."""
+    total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    for first_rank in range(0, rank, BLOCK_RANK):
+        r = first_rank + tl.arange(0, BLOCK_RANK)
+        b = tl.load(
+            b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :],
+            mask=(r < rank)[:, None] & n_live[None, :],
+            other=0.0,
+        )
+        # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
+        v = _sum_of_planes(
+            v_ptr + rows[:, None] * v_row_stride + r[None, :],
+            v_plane_stride,
+            live[:, None] & (r < v_columns)[None, :],
+            SPLIT,
+        )
+        v = tl.where((r < rank)[None, :], v, 0.0)
+        total = tl.dot(v.to(b.dtype), b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
-def _of_rows(table_entries, field, of_tile, live, mixed):
-    """A field of each row, ``(ROWS,)``: the tile's, which all rows share unless it is mixed; -1 where not live."""
-    values = tl.load(table_entries + field, mask=live & mixed, other=of_tile)
-    return tl.where(live, values, -1)
-
-
-@triton.jit
-def _product(
-    planes_ptr,
-    plane_rank,
-    row_stride,
-    plane_stride,
+def _shared_product(
+    u_ptr,
+    u_columns,
+    u_row_stride,
+    u_plane_stride,
     b_ptr,
     b_stride,
     rank,
@@ -77,40 +97,33 @@ def _product(
     live,
     n,
     n_live,
-    DAMPED: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """``v b``, or ``(u * d) b_shared`` if ``DAMPED``: ``(ROWS, BLOCK_OUT)`` fp32.
-
-    ``planes_ptr``: of the slice; ``plane_rank``: R. ``d_offsets``: of each row, -1 where ``d`` is absent.
-    """
+    """``(u * d) b_shared``, ``(ROWS, BLOCK_OUT)`` fp32. ``live``: the rows that have a shared pair here."""
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     for first_rank in range(0, rank, BLOCK_RANK):
         r = first_rank + tl.arange(0, BLOCK_RANK)
-        within = (r < rank)[None, :]
         b = tl.load(
             b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :],
             mask=(r < rank)[:, None] & n_live[None, :],
             other=0.0,
         )
-        if PDL:  # b is read while the kernel before this one is still at work, the planes are not
-            tl.extra.cuda.gdc_wait()
-        # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
-        pointers = planes_ptr + rows[:, None] * row_stride + r[None, :]
-        mask = live[:, None] & (r < plane_rank)[None, :]
-        planes = tl.load(pointers, mask=mask, other=0.0)
-        for _ in tl.static_range(1, SPLIT):
-            pointers += plane_stride
-            planes += tl.load(pointers, mask=mask, other=0.0)
-        if DAMPED:
-            damped = (d_offsets >= 0)[:, None] & within
-            planes *= tl.load(arena_ptr + d_offsets[:, None] + r[None, :], mask=damped, other=1.0).to(tl.float32)
-        planes = tl.where(within, planes, 0.0)
-        total = tl.dot(planes.to(b.dtype), b, total, input_precision="ieee")
+        u = _sum_of_planes(
+            u_ptr + rows[:, None] * u_row_stride + r[None, :],
+            u_plane_stride,
+            live[:, None] & (r < u_columns)[None, :],
+            SPLIT,
+        )
+        d = tl.load(
+            arena_ptr + d_offsets[:, None] + r[None, :],
+            mask=(d_offsets >= 0)[:, None] & (r < rank)[None, :],
+            other=1.0,
+        )
+        u = tl.where((r < rank)[None, :], u * d.to(tl.float32), 0.0)
+        total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
     return total
 
 
@@ -122,7 +135,7 @@ def _row_vectors(arena_ptr, offsets, n, n_live, identity, VECTOR: tl.constexpr):
     return tl.load(pointers, mask=present[:, None] & n_live[None, :], other=identity).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
+@triton.jit(do_not_specialize=["first_site", "sites"])
 def _expand(
     h_ptr,
     v_ptr,
@@ -130,14 +143,12 @@ def _expand(
     row_slot_ptr,
     order_ptr,
     tiles_ptr,
-    routes_ptr,
     arena_ptr,
     table_ptr,
     bases_ptr,
     origins_ptr,
     first_site,
     sites,
-    n_tiles,
     h_stride,
     v_rank,
     v_row_stride,
@@ -149,6 +160,7 @@ def _expand(
     SHARED: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
+    SLICES: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     V_SPLIT: tl.constexpr,
@@ -156,8 +168,11 @@ def _expand(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
+    tile = tl.program_id(1)
+    if tl.load(tiles_ptr + 4 * tile + 1) == 0:
+        return
+
     column_block = tl.program_id(0)
     slice_number = 0
     begin = 0
@@ -177,120 +192,103 @@ def _expand(
     n = first_column + tl.arange(0, BLOCK_OUT)
     n_live = n < width
 
-    # The loads of a tile are issued before anything waits for the tile before it.
-    tile = tl.program_id(1)
-    start, length, slot, first_row = tile_record(tiles_ptr, tile, n_tiles)
-    rank, b_offset, scale, bias, basis = _entry(routes_ptr, tile, n_tiles, sites, site, OWN, SHARED)
-    while length > 0:
-        if (rank > 0) | (basis >= 0) | (scale >= 0) | (bias >= 0):
-            rows, live = rows_of_tile(order_ptr, start, length, first_row, ROWS)
-            slots = slots_of_rows(row_slot_ptr, rows, live, slot)
-            entries = table_ptr + (slots * sites + site) * FIELDS
-            scale_offsets = _of_rows(entries, SCALE, scale, live, slot < 0)
-            bias_offsets = _of_rows(entries, BIAS, bias, live, slot < 0)
-            bases = _of_rows(entries, BASIS, basis, live, (slot < 0) & SHARED)
-            touched = live & ((rank > 0) | (scale_offsets >= 0) | (bias_offsets >= 0) | (bases >= 0))
+    rows, live, slots = rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS)
+    entries = table_ptr + (slots * sites + site) * FIELDS
+    scale_offsets = tl.load(entries + SCALE, mask=live, other=-1)
+    bias_offsets = tl.load(entries + BIAS, mask=live, other=-1)
+    touched = (scale_offsets >= 0) | (bias_offsets >= 0)
+    if OWN:
+        # Every row of a tile with own pairs has the tile's slot.
+        slot = tl.load(tiles_ptr + 4 * tile + 2).to(tl.int64)
+        own_entry = table_ptr + (tl.maximum(slot, 0) * sites + site) * FIELDS
+        own_rank = tl.where(slot >= 0, tl.load(own_entry + RANK), 0).to(tl.int32)
+        touched = touched | (live & (own_rank > 0))
+    if SHARED:
+        row_basis = tl.load(entries + BASIS, mask=live, other=-1)
+        touched = touched | (row_basis >= 0)
+    if tl.max(touched.to(tl.int32), axis=0) == 0:
+        return
 
-            total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-            if OWN:  # noqa: SIM102 - a constant and a condition on the device
-                if rank > 0:
-                    total += _product(
-                        v_ptr + slice_number * v_rank,
-                        v_rank,
-                        v_row_stride,
-                        v_plane_stride,
-                        arena_ptr + known_multiple(b_offset, VECTOR),
-                        width,
-                        rank,
-                        arena_ptr,
-                        bases,
-                        rows,
-                        live,
-                        n,
-                        n_live,
-                        False,
-                        V_SPLIT,
-                        ROWS,
-                        BLOCK_RANK,
-                        BLOCK_OUT,
-                        PDL,
-                    )
-            if SHARED:  # noqa: SIM102
-                if basis >= 0:
-                    u_slice = slice_number
-                    for i in tl.static_range(N_SLICES - 1, -1, -1):
-                        other = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * FIELDS
-                        u_slice = tl.where(tl.load(other + BASIS) == basis, i, u_slice)
-                    shared_entry = bases_ptr + basis * BASIS_FIELDS
-                    shared_rank = tl.load(shared_entry + BASIS_RANK).to(tl.int32)
-                    offset = tl.load(shared_entry + BASIS_B) + tl.load(origins_ptr + 2 * site + 1)
-                    stride = tl.load(shared_entry + BASIS_B_STRIDE)
-                    route = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
-                    d_offsets = _of_rows(entries, D, tl.load(route + D), bases >= 0, slot < 0)
-                    e_offsets = _of_rows(entries, E, tl.load(route + E), bases >= 0, slot < 0)
-                    if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                        shared = _product(
-                            u_ptr + u_slice * u_rank,
-                            u_rank,
-                            u_row_stride,
-                            u_plane_stride,
-                            arena_ptr + known_multiple(offset, VECTOR),
-                            known_multiple(stride, VECTOR),
-                            shared_rank,
-                            arena_ptr,
-                            d_offsets,
-                            rows,
-                            bases >= 0,
-                            n,
-                            n_live,
-                            True,
-                            U_SPLIT,
-                            ROWS,
-                            BLOCK_RANK,
-                            BLOCK_OUT,
-                            PDL,
-                        )
-                    else:
-                        shared = _product(
-                            u_ptr + u_slice * u_rank,
-                            u_rank,
-                            u_row_stride,
-                            u_plane_stride,
-                            arena_ptr + offset,
-                            stride,
-                            shared_rank,
-                            arena_ptr,
-                            d_offsets,
-                            rows,
-                            bases >= 0,
-                            n,
-                            n_live,
-                            True,
-                            U_SPLIT,
-                            ROWS,
-                            UNALIGNED_BLOCK,
-                            BLOCK_OUT,
-                            PDL,
-                        )
-                    total += shared * _row_vectors(arena_ptr, e_offsets, n, n_live, 1.0, VECTOR)
-
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
-            h_mask = touched[:, None] & n_live[None, :]
-            h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
-            total += h
-            if scale >= 0:
-                total += h * _row_vectors(arena_ptr, scale_offsets, n, n_live, 0.0, VECTOR)
-            if bias >= 0:
-                total += _row_vectors(arena_ptr, bias_offsets, n, n_live, 0.0, VECTOR)
-            tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
-
-        tile += tl.num_programs(1)
-        start, length, slot, first_row = tile_record(tiles_ptr, tile, n_tiles)
-        rank, b_offset, scale, bias, basis = _entry(routes_ptr, tile, n_tiles, sites, site, OWN, SHARED)
-    if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
-        tl.extra.cuda.gdc_wait()
+    h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
+    h_mask = touched[:, None] & n_live[None, :]
+    h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
+    total = h
+    if OWN:  # noqa: SIM102 - own_rank exists only then
+        if own_rank > 0:
+            total += _own_product(
+                v_ptr + slice_number * v_rank,
+                v_rank,
+                v_row_stride,
+                v_plane_stride,
+                arena_ptr + known_multiple(tl.load(own_entry + B), VECTOR),
+                width,
+                own_rank,
+                rows,
+                live,
+                n,
+                n_live,
+                V_SPLIT,
+                ROWS,
+                BLOCK_RANK,
+                BLOCK_OUT,
+            )
+    if SHARED:
+        basis = tl.max(row_basis, axis=0)
+        if basis >= 0:
+            of_slice = bases_of_tile(table_ptr, sites, first_site, slots, live, N_SLICES, SLICES)
+            u_slice_ptr = u_ptr + first_slice_with(of_slice, basis, SLICES) * u_rank
+            shared_entry = bases_ptr + basis * BASIS_FIELDS
+            shared_rank = tl.load(shared_entry + BASIS_RANK).to(tl.int32)
+            offset = tl.load(shared_entry + BASIS_B) + tl.load(origins_ptr + 2 * site + 1)
+            stride = tl.load(shared_entry + BASIS_B_STRIDE)
+            d_offsets = tl.load(entries + D, mask=row_basis >= 0, other=-1)
+            e_offsets = tl.load(entries + E, mask=row_basis >= 0, other=-1)
+            if (offset % VECTOR == 0) & (stride % VECTOR == 0):
+                shared = _shared_product(
+                    u_slice_ptr,
+                    u_rank,
+                    u_row_stride,
+                    u_plane_stride,
+                    arena_ptr + known_multiple(offset, VECTOR),
+                    known_multiple(stride, VECTOR),
+                    shared_rank,
+                    arena_ptr,
+                    d_offsets,
+                    rows,
+                    row_basis >= 0,
+                    n,
+                    n_live,
+                    U_SPLIT,
+                    ROWS,
+                    BLOCK_RANK,
+                    BLOCK_OUT,
+                )
+            else:
+                shared = _shared_product(
+                    u_slice_ptr,
+                    u_rank,
+                    u_row_stride,
+                    u_plane_stride,
+                    arena_ptr + offset,
+                    stride,
+                    shared_rank,
+                    arena_ptr,
+                    d_offsets,
+                    rows,
+                    row_basis >= 0,
+                    n,
+                    n_live,
+                    U_SPLIT,
+                    ROWS,
+                    BLOCK_RANK,
+                    BLOCK_OUT,
+                )
+            total += shared * _row_vectors(arena_ptr, e_offsets, n, n_live, 1.0, VECTOR)
+    if tl.max(scale_offsets, axis=0) >= 0:
+        total += h * _row_vectors(arena_ptr, scale_offsets, n, n_live, 0.0, VECTOR)
+    if tl.max(bias_offsets, axis=0) >= 0:
+        total += _row_vectors(arena_ptr, bias_offsets, n, n_live, 0.0, VECTOR)
+    tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
 
 
 def expand(
@@ -301,7 +299,6 @@ def expand(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -310,25 +307,24 @@ def expand(
     slice_offsets: Sequence[int],
 ) -> None:
     own, shared = v.numel() > 0, u.numel() > 0
+    n_slices = len(slice_offsets) - 1
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
     v_split, u_split = (v.shape[0] if own else 1), (u.shape[0] if shared else 1)
-    parameters = launch.expand(h.shape[0], arena.dtype, max(v_rank, u_rank))
+    parameters = launch.expand(tile_rows, arena.dtype, max(v_rank, u_rank))
     column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
-    _expand[(column_blocks, min(tiles.shape[0], parameters.tile_programs))](
+    _expand[(column_blocks, tiles.shape[0])](
         h,
         v,
         u,
         row_slot,
         order,
         tiles,
-        routes,
         arena,
         table,
         bases,
         origins,
         first_site,
         table.shape[1],
-        tiles.shape[0],
         h.stride(0),
         v_rank,
         v.stride(1) if own else 0,
@@ -339,7 +335,8 @@ def expand(
         OWN=own,
         SHARED=shared,
         SLICE_OFFSETS=tuple(slice_offsets),
-        N_SLICES=len(slice_offsets) - 1,
+        N_SLICES=n_slices,
+        SLICES=triton.next_power_of_2(n_slices),
         WIDTH_STEP=16 if all(offset % 16 == 0 for offset in slice_offsets) else 1,
         VECTOR=16 // arena.itemsize,
         V_SPLIT=v_split,
@@ -347,8 +344,6 @@ def expand(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
-        PDL=parameters.pdl,
         num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
-        **launch.pdl(parameters.pdl),
     )

@@ -32,7 +32,6 @@ def expand(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -41,10 +40,10 @@ def expand(
     slice_offsets: Sequence[int],
 ) -> None:
     n_slices = len(slice_offsets) - 1
-    for tile, members in live_tiles(order, tiles):
-        of_slice = tile_bases(routes, tile, first_site, n_slices)
-        for slot in row_slot[members].unique().tolist():
-            rows = members[row_slot[members] == slot]
+    for tile, _ in live_tiles(order, tiles):
+        of_slice = tile_bases(table, row_slot[tile], first_site, n_slices)
+        for slot in row_slot[tile].unique().tolist():
+            rows = tile[row_slot[tile] == slot]
             for i, (begin, end) in enumerate(pairwise(slice_offsets)):
                 fields = table[slot, first_site + i].tolist()
                 rank = fields[RANK] if v.numel() else 0

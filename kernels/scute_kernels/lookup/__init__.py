@@ -9,7 +9,7 @@ lookup = register(
     reference.lookup,
     kernel.lookup,
 )
-"""``lookup(ids, row_slot, order, tiles, tile_rows, routes, arena, table, bases, origins, site, vocabulary, v)``
+"""``lookup(ids, row_slot, order, tiles, tile_rows, arena, table, bases, origins, site, vocabulary, v)``
 
 ``v[0, n, 0, :rank] = a[:, ids[n]]`` with the own pair of row ``n`` at ``site``, whose ``a`` is ``(rank, vocabulary)``;
 0 for an id outside ``[0, vocabulary)``. Rows without a pair and columns at or beyond the rank are left unwritten.

@@ -9,7 +9,7 @@ rotate = register(
     reference.rotate,
     kernel.rotate,
 )
-"""``rotate(x, row_slot, order, tiles, tile_rows, routes, arena, table, bases, origins, first_site, out)``
+"""``rotate(x, row_slot, order, tiles, tile_rows, arena, table, bases, origins, first_site, out)``
 
 ``out[i, n] = x[n] R`` with the rotation of row ``n`` at site ``first_site + i``, computed as ``x + x (R - I)`` in fp32
 and rounded once; a copy of ``x[n]`` where there is none, base rows too.

@@ -11,16 +11,7 @@ import triton
 import triton.language as tl
 
 from scute_kernels import launch
-from scute_kernels.device import (
-    BLOCK,
-    BLOCK_STRIDE,
-    FIELDS,
-    ROTATION,
-    known_multiple,
-    rows_of_tile,
-    slots_of_rows,
-    tile_record,
-)
+from scute_kernels.device import BLOCK, BLOCK_STRIDE, FIELDS, ROTATION, known_multiple, rows_of_tile
 
 
 @triton.jit
@@ -96,11 +87,10 @@ def _rotate(
         tl.store(out_slice_ptr + base_rows[:, None] * features + c[None, :], copy, mask=copied)
         return
 
-    start, length, slot, first_row = tile_record(tiles_ptr, tile, n_tiles)
+    length = tl.load(tiles_ptr + 4 * tile + 1)
     if length == 0:
         return
-    rows, live = rows_of_tile(order_ptr, start, length, first_row, ROWS)
-    slots = slots_of_rows(row_slot_ptr, rows, live, slot)
+    rows, live, slots = rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS)
     entries = table_ptr + (slots * sites + first_site + slice_number) * FIELDS
     offsets = tl.load(entries + ROTATION, mask=live, other=-1)
     rotated = offsets >= 0
@@ -120,6 +110,7 @@ def _rotate(
 
     blocks = tl.where(diagonal, 0, blocks)
     k = tl.max(blocks, axis=0)
+    slot = tl.load(tiles_ptr + 4 * tile + 2)
     if k > 0:
         if slot >= 0:  # one rotation for all rows
             first = first_column // k * k
@@ -198,7 +189,6 @@ def rotate(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,

@@ -13,7 +13,6 @@ def rotate(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,

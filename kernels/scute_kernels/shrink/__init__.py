@@ -9,7 +9,7 @@ shrink = register(
     reference.shrink,
     kernel.shrink,
 )
-"""``shrink(x, row_slot, order, tiles, tile_rows, routes, arena, table, bases, origins, first_site, v, u)``
+"""``shrink(x, row_slot, order, tiles, tile_rows, arena, table, bases, origins, first_site, v, u)``
 
 ``v[:, n, i, :rank].sum(0) = x[n] a^T`` with the own pair of row ``n`` at site ``first_site + i``;
 ``u[:, n, i, :rank].sum(0) = x[n] a_shared^T`` (without ``d``) with the basis of the tile of row ``n``, only at the

@@ -1,10 +1,4 @@
-"""shrink: the Triton kernel. A program multiplies some pairs of a tile and a block of ranks by a share of the features.
-
-Which pairs there are differs from batch to batch, and a captured graph cannot change its grid. So the grid is fixed,
-and its programs divide the pairs among them: each counts the blocks of ranks of every tile, in ``routes``, and takes
-its own. No program is launched for a rank that no adapter has, and one adapter of rank 256 occupies as many
-multiprocessors as sixteen of rank 16.
-"""
+"""shrink: the Triton kernel. A program multiplies one tile, one share of the features and some blocks of ranks."""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -18,7 +12,6 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
-    BASIS,
     BASIS_A,
     BASIS_A_STRIDE,
     BASIS_FIELDS,
@@ -26,58 +19,72 @@ from scute_kernels.device import (
     FIELDS,
     RANK,
     A,
+    bases_of_tile,
+    first_slice_with,
     known_multiple,
     rows_of_tile,
-    tile_record,
 )
-
-# Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
-# does not take the registers, hence the occupancy, of the other.
-UNALIGNED_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
 def _product(
     x_ptr,
     x_stride,
+    in_features,
     a_ptr,
     a_stride,
-    r,
     rank,
+    planes_ptr,
+    plane_stride,
+    row_stride,
     rows,
     live,
-    first,
-    last,
+    rank_program,
+    share,
     ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RANK_PROGRAMS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """``x a^T`` over the features from ``first`` to ``last``, ``(ROWS, BLOCK_RANK)`` fp32. ``r``: the ranks."""
-    a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
-    x_rows = x_ptr + rows[:, None] * x_stride
-    total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for start in range(first, last, BLOCK_IN):
-        k = start + tl.arange(0, BLOCK_IN)
-        a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
-        x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-    return total
+    """Writes ``x a^T`` over this program's share of the features. ``planes_ptr``: of the slice, plane 0."""
+    blocks_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), SPLIT)
+    first_block = share * blocks_of_share
+    last_block = tl.minimum(first_block + blocks_of_share, tl.cdiv(in_features, BLOCK_IN))
+    plane_ptr = planes_ptr + share.to(tl.int64) * plane_stride
+    for first_rank in range(rank_program * BLOCK_RANK, rank, RANK_PROGRAMS * BLOCK_RANK):
+        r = first_rank + tl.arange(0, BLOCK_RANK)
+        total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+        for block in range(first_block, last_block):
+            k = block * BLOCK_IN + tl.arange(0, BLOCK_IN)
+            a = tl.load(
+                a_ptr + r[:, None].to(tl.int64) * a_stride + k[None, :],
+                mask=(r < rank)[:, None] & (k < in_features)[None, :],
+                other=0.0,
+            )
+            x = tl.load(
+                x_ptr + rows[:, None] * x_stride + k[None, :],
+                mask=live[:, None] & (k < in_features)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+        tl.store(plane_ptr + rows[:, None] * row_stride + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
+@triton.jit(do_not_specialize=["first_site", "sites"])
 def _shrink(
     x_ptr,
+    row_slot_ptr,
     order_ptr,
     tiles_ptr,
-    routes_ptr,
     arena_ptr,
+    table_ptr,
     bases_ptr,
     origins_ptr,
     v_ptr,
     u_ptr,
     first_site,
     sites,
-    n_tiles,
     x_stride,
     in_features,
     v_rank,
@@ -89,104 +96,98 @@ def _shrink(
     OWN: tl.constexpr,
     SHARED: tl.constexpr,
     N_SLICES: tl.constexpr,
-    TILES: tl.constexpr,
+    SLICES: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
+    RANK_PROGRAMS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    slice_number = tl.program_id(1) // SPLIT
-    share = tl.program_id(1) % SPLIT
-    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), SPLIT) * BLOCK_IN
-    first_feature = share * width_of_share
-    last_feature = tl.minimum(first_feature + width_of_share, in_features)
-
-    tiles = tl.arange(0, TILES)
-    known = tiles < n_tiles
-    entries = routes_ptr + (tiles.to(tl.int64) * sites + first_site) * FIELDS
-    own_blocks = tl.zeros((TILES,), tl.int32)
+    slice_number = tl.program_id(0) // RANK_PROGRAMS
+    rank_program = tl.program_id(0) % RANK_PROGRAMS
+    share = tl.program_id(1)
+    tile = tl.program_id(2)
+    if tl.load(tiles_ptr + 4 * tile + 1) == 0:
+        return
+    rows, live, slots = rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS)
     if OWN:
-        ranks = tl.load(entries + slice_number * FIELDS + RANK, mask=known, other=0)
-        own_blocks = tl.cdiv(tl.maximum(ranks, 0), BLOCK_RANK).to(tl.int32)
-    shared_blocks = tl.zeros((TILES,), tl.int32)
-    if SHARED:
-        bases = tl.load(entries + slice_number * FIELDS + BASIS, mask=known, other=-1)
-        first = bases >= 0  # whether this is the first slice of the tile with this basis
-        for i in tl.static_range(N_SLICES - 1):
-            earlier = tl.load(entries + i * FIELDS + BASIS, mask=known & (i < slice_number), other=-1)
-            first = first & (earlier != bases)
-        ranks = tl.load(bases_ptr + bases * BASIS_FIELDS + BASIS_RANK, mask=first, other=0)
-        shared_blocks = tl.cdiv(ranks, BLOCK_RANK).to(tl.int32)
-    blocks = own_blocks + shared_blocks
-    ends = tl.cumsum(blocks, axis=0)
-
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for pair in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
-        tile = tl.sum((ends <= pair).to(tl.int32), axis=0)
-        block = pair - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
-        blocks_before = tl.sum(tl.where(tiles == tile, own_blocks, 0), axis=0)
-        start, length, _, first_row = tile_record(tiles_ptr, tile, n_tiles)
-        rows, live = rows_of_tile(order_ptr, start, length, first_row, ROWS)
-        entry = routes_ptr + (tile.to(tl.int64) * sites + first_site + slice_number) * FIELDS
-
-        # The own pair, unless this block is of the shared one.
-        rank = tl.load(entry + RANK).to(tl.int32)
-        offset = tl.load(entry + A)
-        stride = tl.cast(in_features, tl.int64)
-        out_ptr = v_ptr + slice_number * v_rank
-        row_stride = tl.cast(v_row_stride, tl.int64)
-        plane_stride = tl.cast(v_plane_stride, tl.int64)
-        if SHARED:  # noqa: SIM102 - a constant and a condition on the device
-            if block >= blocks_before:
-                block -= blocks_before
-                shared = bases_ptr + tl.load(entry + BASIS) * BASIS_FIELDS
-                rank = tl.load(shared + BASIS_RANK).to(tl.int32)
-                offset = tl.load(shared + BASIS_A) + tl.load(origins_ptr + 2 * (first_site + slice_number))
-                stride = tl.load(shared + BASIS_A_STRIDE)
-                out_ptr = u_ptr + slice_number * u_rank
-                row_stride = tl.cast(u_row_stride, tl.int64)
-                plane_stride = tl.cast(u_plane_stride, tl.int64)
-
-        r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-        if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-            product = _product(
+        slot = tl.load(tiles_ptr + 4 * tile + 2).to(tl.int64)
+        if slot >= 0:
+            entry = table_ptr + (slot * sites + first_site + slice_number) * FIELDS
+            rank = tl.load(entry + RANK).to(tl.int32)
+            a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
+            _product(
                 x_ptr,
                 x_stride,
-                arena_ptr + known_multiple(offset, VECTOR),
-                known_multiple(stride, VECTOR),
-                r,
+                in_features,
+                a_ptr,
+                in_features,
                 rank,
+                v_ptr + slice_number * v_rank,
+                v_plane_stride,
+                v_row_stride,
                 rows,
                 live,
-                first_feature,
-                last_feature,
+                rank_program,
+                share,
                 ROWS,
+                SPLIT,
+                RANK_PROGRAMS,
                 BLOCK_RANK,
                 BLOCK_IN,
             )
-        else:
-            product = _product(
-                x_ptr,
-                x_stride,
-                arena_ptr + offset,
-                stride,
-                r,
-                rank,
-                rows,
-                live,
-                first_feature,
-                last_feature,
-                ROWS,
-                BLOCK_RANK,
-                UNALIGNED_BLOCK,
-            )
-        plane_ptr = out_ptr + share.to(tl.int64) * plane_stride
-        tl.store(plane_ptr + rows[:, None] * row_stride + r[None, :], product, mask=live[:, None] & (r < rank)[None, :])
+    if SHARED:
+        of_slice = bases_of_tile(table_ptr, sites, first_site, slots, live, N_SLICES, SLICES)
+        basis = tl.max(tl.where(tl.arange(0, SLICES) == slice_number, of_slice, -1), axis=0)
+        if (basis >= 0) & (first_slice_with(of_slice, basis, SLICES) == slice_number):
+            entry = bases_ptr + basis * BASIS_FIELDS
+            rank = tl.load(entry + BASIS_RANK).to(tl.int32)
+            offset = tl.load(entry + BASIS_A) + tl.load(origins_ptr + 2 * (first_site + slice_number))
+            stride = tl.load(entry + BASIS_A_STRIDE)
+            u_slice_ptr = u_ptr + slice_number * u_rank
+            if (offset % VECTOR == 0) & (stride % VECTOR == 0):
+                _product(
+                    x_ptr,
+                    x_stride,
+                    in_features,
+                    arena_ptr + known_multiple(offset, VECTOR),
+                    known_multiple(stride, VECTOR),
+                    rank,
+                    u_slice_ptr,
+                    u_plane_stride,
+                    u_row_stride,
+                    rows,
+                    live,
+                    rank_program,
+                    share,
+                    ROWS,
+                    SPLIT,
+                    RANK_PROGRAMS,
+                    BLOCK_RANK,
+                    BLOCK_IN,
+                )
+            else:
+                _product(
+                    x_ptr,
+                    x_stride,
+                    in_features,
+                    arena_ptr + offset,
+                    stride,
+                    rank,
+                    u_slice_ptr,
+                    u_plane_stride,
+                    u_row_stride,
+                    rows,
+                    live,
+                    rank_program,
+                    share,
+                    ROWS,
+                    SPLIT,
+                    RANK_PROGRAMS,
+                    BLOCK_RANK,
+                    BLOCK_IN,
+                )
 
 
 def shrink(
@@ -195,7 +196,6 @@ def shrink(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -207,25 +207,22 @@ def shrink(
     own, shared = v.numel() > 0, u.numel() > 0
     if not own and not shared:
         return
-    split, rows, n_slices, _ = (v if own else u).shape
+    split, _, n_slices, _ = (v if own else u).shape
     v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
-    parameters = launch.shrink(rows, arena.dtype, max(v_rank, u_rank))
-    # No more programs than blocks of ranks there can be.
-    most = tiles.shape[0] * (triton.cdiv(v_rank, parameters.block_rank) + triton.cdiv(u_rank, parameters.block_rank))
-    programs = max(1, min(most, parameters.programs // (n_slices * split)))
-    _shrink[(programs, n_slices * split)](
+    parameters = launch.shrink(tile_rows, arena.dtype, max(v_rank, u_rank))
+    _shrink[(n_slices * parameters.rank_programs, split, tiles.shape[0])](
         x,
+        row_slot,
         order,
         tiles,
-        routes,
         arena,
+        table,
         bases,
         origins,
         v,
         u,
         first_site,
         table.shape[1],
-        tiles.shape[0],
         x.stride(0),
         x.shape[1],
         v_rank,
@@ -237,14 +234,13 @@ def shrink(
         OWN=own,
         SHARED=shared,
         N_SLICES=n_slices,
-        TILES=max(16, triton.next_power_of_2(tiles.shape[0])),
+        SLICES=triton.next_power_of_2(n_slices),
         VECTOR=16 // arena.itemsize,
         ROWS=tile_rows,
         SPLIT=split,
+        RANK_PROGRAMS=parameters.rank_programs,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
-        PDL=parameters.pdl,
         num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
-        **launch.pdl(parameters.pdl),
     )

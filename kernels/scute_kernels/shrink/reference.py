@@ -22,7 +22,6 @@ def shrink(
     order: torch.Tensor,
     tiles: torch.Tensor,
     tile_rows: int,
-    routes: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -32,16 +31,16 @@ def shrink(
     u: torch.Tensor,
 ) -> None:
     features = x.shape[1]
-    for tile, rows in live_tiles(order, tiles):
+    for rows, slot in live_tiles(order, tiles):
         x_tile = x[rows].float()
-        if v.numel():
+        if v.numel() and slot >= 0:
             for i in range(v.shape[2]):
-                fields = routes[tile, first_site + i].tolist()
-                if (rank := fields[RANK]) > 0:
+                fields = table[slot, first_site + i].tolist()
+                if rank := fields[RANK]:
                     a = part(arena, fields[A], rank, features).float()
                     _write(v, rows, i, x_tile @ a.T)
         if u.numel():
-            of_slice = tile_bases(routes, tile, first_site, u.shape[2])
+            of_slice = tile_bases(table, row_slot[rows], first_site, u.shape[2])
             for i, basis in enumerate(of_slice):
                 if basis >= 0 and of_slice.index(basis) == i:
                     fields = bases[basis].tolist()
