@@ -17,6 +17,7 @@ from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run side by side (``make test``), the tests of the session's server stay in one process, so that it starts once,
     and so do those of a file, for a server of its own."""

@@ -53,12 +53,12 @@ def test_regular_expressions_that_would_go_back_for_ever(pattern: str, field: st
     path = "a" * 60 + ".q_proj"
     tensors = {f"{path}.lora_A.weight": torch.ones(3, 30), f"{path}.lora_B.weight": torch.ones(42, 3)}
     value: Any = pattern if field == "target_modules" else {pattern: 5}
-    started = time.monotonic()
+    started = time.process_time()
     try:
         load_tensors(tensors, LORA | {field: value}, "bad")
     except ValueError as error:
         assert field in str(error)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(
