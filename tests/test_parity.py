@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import scute_converter
 from scute_converter import reference
@@ -47,6 +48,16 @@ def toy() -> Toy:
     model = Toy()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1)
+    return model
+
+
+def transposed(model: nn.Module) -> nn.Module:
+    """The same model with layers that store their weight as ``(in, out)``, as GPT-2 has them (``fan_in_fan_out``)."""
+    for path, layer in [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]:
+        conv = Conv1D(layer.out_features, layer.in_features)
+        conv.weight.data = layer.weight.data.T.contiguous()
+        conv.bias.data = torch.zeros(layer.out_features) if layer.bias is None else layer.bias.data
+        model.set_submodule(path, conv)
     return model
 
 
@@ -411,9 +422,9 @@ CASES = {
 }
 
 
-def save(case: Case, folder: Path) -> tuple[nn.Module, nn.Module]:
-    """Write the adapter; returns the base model and PEFT's model."""
-    base = toy().to(case.dtype)
+def save(case: Case, folder: Path, base: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
+    """Write the adapter of ``base``, the toy if None; returns the base model and PEFT's model."""
+    base = (toy() if base is None else base).to(case.dtype)
     config = case.config()
     model = peft.get_peft_model(copy.deepcopy(base), config).eval()
     redraw(model, config)
@@ -432,6 +443,9 @@ def assert_parity(adapter: scute_converter.Adapter, base: nn.Module, model: nn.M
         if isinstance(layer, nn.Linear):
             x = inputs = torch.randn(5, layer.in_features, generator=generator)
             weight, bias = layer.weight, layer.bias
+        elif isinstance(layer, Conv1D):
+            x = inputs = torch.randn(5, layer.nx, generator=generator)
+            weight, bias = layer.weight.T, layer.bias
         elif isinstance(layer, nn.Embedding):
             inputs = torch.randint(layer.num_embeddings, (5,), generator=generator)
             x = nn.functional.one_hot(inputs, layer.num_embeddings).float()
@@ -458,6 +472,33 @@ def test_parity(name: str, tmp_path: Path) -> None:
     assert_parity(adapter, base, model)
     assert adapter.method == case.method
     assert len(adapter.notes) == case.notes
+
+
+# Every method that PEFT has for such layers.
+TRANSPOSED = {
+    "lora": Case(lora(fan_in_fan_out=True), "LoRA"),
+    "dora": Case(lora(fan_in_fan_out=True, use_dora=True), "DoRA"),
+    "pissa": Case(lora(fan_in_fan_out=True, init_lora_weights="pissa"), "PiSSA", reloaded=True),
+    "adalora": Case(adalora(fan_in_fan_out=True), "AdaLoRA"),
+    "ia3": Case(ia3(fan_in_fan_out=True), "(IA)3"),
+    "vera": Case(vera(fan_in_fan_out=True), "VeRA"),
+    "pvera": Case(pvera(fan_in_fan_out=True), "PVeRA"),
+    "vblora": Case(vblora(fan_in_fan_out=True), "VB-LoRA"),
+    "unilora": Case(unilora(fan_in_fan_out=True, save_indices=True), "UniLoRA"),
+    "tinylora": Case(tinylora(fan_in_fan_out=True), "TinyLoRA"),
+    "fourierft": Case(fourierft(fan_in_fan_out=True), "FourierFT"),
+    "gralora": Case(gralora(fan_in_fan_out=True), "GraLoRA"),
+    "deft": Case(deft(fan_in_fan_out=True), "DEFT"),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_transposed_layers(name: str, tmp_path: Path) -> None:
+    case, known = TRANSPOSED[name], shapes(toy())
+    base, model = save(case, tmp_path, transposed(toy()))
+    adapter = scute_converter.load(tmp_path, base=known, base_dtype=case.dtype)
+    assert_parity(adapter, base, model)
+    assert adapter.method == case.method
 
 
 def language_model(family: str, tied: bool = False) -> nn.Module:
