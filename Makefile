@@ -26,7 +26,7 @@ demo: $(READY)
 	PYTHONPATH=tests $(RUN) examples/demo.py
 
 test: $(READY)
-	$(RUN) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -17,15 +17,6 @@ from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run side by side (``make test``), the tests of the session's server stay in one process, so that it starts once,
-    and so do those of a file, for a server of its own."""
-    for item in items:
-        group = "server" if "server" in getattr(item, "fixturenames", ()) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama, fp32, head not tied."""
