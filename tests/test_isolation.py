@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import requests
-from sglang.srt.lora.lora_registry import LoRARef
-from sglang.srt.utils.auth import AuthLevel, decide_request_auth
 
+from adapters import Oracle
+from scute_patches import sgl_kernel
 from serving import Answer, Server, answer_of
 from test_parity_server import CLEAR, EXACT, compare
+
+sgl_kernel.install()  # before SGLang is imported on a CPU
+
+from sglang.srt.lora.lora_registry import LoRARef  # noqa: E402
+from sglang.srt.utils.auth import AuthLevel, decide_request_auth  # noqa: E402
 
 A, B = "dora", "lora"
 
@@ -33,8 +38,6 @@ def ask(server: Server, prompt: list[int], adapter: str | None, **fields: Any) -
 
 def check(base: Path, folder: Path | None, answer: Answer) -> None:
     """The outputs follow from the prompt as PEFT says."""
-    from adapters import Oracle
-
     expected = Oracle(base, folder).log_probabilities(answer.tokens)[-len(answer.output) :]
     found = answer.log_probabilities[-len(answer.output) :]
     assert (found - expected).abs().max() <= EXACT
