@@ -5,7 +5,6 @@ SGLang is never imported, and transformers only for a base model, so that a look
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ from rich.progress import track
 from rich.table import Table
 
 from scute_converter import Adapter, AdapterError, NormalForm, load, native
-from scute_converter.files import BIN, CONFIG, SAFETENSORS
+from scute_converter.files import BIN, CONFIG, MOST_CONFIG, SAFETENSORS, read_json
 from scute_converter.registry import METHODS
 from scute_sglang import fit, options
 from scute_sglang.base_folder import BaseFolder, BaseModelError
-from scute_sglang.convert import check_base_samples
+from scute_sglang.convert import check_base_samples, with_sizes
 from scute_sglang.convert import convert as convert_adapter
 
 # Bytes of a number in fp16 and bf16, the types that an adapter is served in.
@@ -107,10 +106,9 @@ def inspect(
 def _method_of(folder: Path) -> str:
     """The method of an adapter that is refused: its one name, else the ``peft_type``, else ``""``."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        peft_type = read_json(folder.name, folder, CONFIG, MOST_CONFIG).get("peft_type")
+    except AdapterError:
         return ""
-    peft_type = config.get("peft_type") if isinstance(config, dict) else None
     if not isinstance(peft_type, str):
         return ""
     variants = METHODS[peft_type].variants if peft_type in METHODS else ()
@@ -124,12 +122,7 @@ def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
     # Like the server, which knows all linear layers of some families only.
     adapter = load(folder, name, base.shapes if base.known else None, base.dtype)
     fit.check(name, adapter, base.projections, options.DEFAULT_MAX_RANK)
-    # Both sizes of a projection, of which an adapter that is folded with the base weight may have only one.
-    sizes = {path: (base.projections[path].in_features, base.projections[path].out_features) for path in adapter.forms}
-    forms = {
-        path: replace(form, in_features=sizes[path][0], out_features=sizes[path][1])
-        for path, form in adapter.forms.items()
-    }
+    forms = {path: with_sizes(form, base.projections[path]) for path, form in adapter.forms.items()}
     adapter = replace(adapter, forms=forms)
     notes = []
     if not base.known:

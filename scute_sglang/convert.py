@@ -48,10 +48,14 @@ def check_base_samples(name: str, adapter: Adapter, base: BaseFolder) -> None:
             fit.check_base_sample(name, path, form.base_sample, held, exact=True)
 
 
+def with_sizes(form: NormalForm, projection: fit.Projection) -> NormalForm:
+    """The form with both sizes of its projection, of which the adapter itself may know one only."""
+    return replace(form, in_features=projection.in_features, out_features=projection.out_features)
+
+
 def _plain(path: str, form: NormalForm, base: BaseFolder) -> NormalForm:
     """The form with full sizes and nothing that waits for the base weight."""
-    projection = base.projections[path]
-    form = replace(form, in_features=projection.in_features, out_features=projection.out_features)
+    form = with_sizes(form, base.projections[path])
     if form.fold is None and form.deferred is None:
         return form
     weight = base.weight(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,11 @@ def test_help_teaches() -> None:
 def test_the_command_does_not_import_sglang() -> None:
     program = "import sys, scute_sglang.cli; assert not {'sglang', 'peft', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Its method is shown as far as the file may be read at all."""
+    os.mkfifo(tmp_path / "adapter_config.json")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "is no regular file" in result.stderr
