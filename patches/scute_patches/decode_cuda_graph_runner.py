@@ -11,7 +11,8 @@ freed memory. So its wrappers are made once per batch size here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from sglang.srt.model_executor.runner_utils.capture_mode import capture_lora_variant
@@ -68,18 +69,5 @@ def share_attention_wrappers(attention: Any, anew: bool) -> None:
         )
     for name in ("_create_decode_wrappers", "_create_prefill_wrappers"):
         create = getattr(type(attention), name, None)
-        if create is None:
-            continue
-        made: dict[Hashable, Any] = {} if anew else getattr(getattr(attention, name), "made", {})
-        setattr(attention, name, _once(create, attention, made))
-
-
-def _once(create: Callable, attention: Any, made: dict[Hashable, Any]) -> Callable:
-    def create_once(*arguments, **named):
-        key = (arguments, tuple(named.items()))
-        if key not in made:
-            made[key] = create(attention, *arguments, **named)
-        return made[key]
-
-    create_once.made = made  # pyright: ignore[reportFunctionMemberAccess]
-    return create_once
+        if create is not None and (anew or name not in vars(attention)):
+            setattr(attention, name, cache(partial(create, attention)))

@@ -55,10 +55,9 @@ def convert(checkpoint: Checkpoint, config: FourierFTConfig, base: Base) -> Conv
         if (*shape, n) not in keys:
             checkpoint.reserve(module, _SPECTRUM, 2 * n, in_features)
             checkpoint.reserve(module, _SPECTRUM, 2 * n, out_features)
-        if shape not in places:
-            generator = torch.Generator("cpu").manual_seed(config.random_loc_seed)
-            places[shape] = torch.randperm(out_features * in_features, generator=generator)
-        if (*shape, n) not in keys:
+            if shape not in places:
+                generator = torch.Generator("cpu").manual_seed(config.random_loc_seed)
+                places[shape] = torch.randperm(out_features * in_features, generator=generator)
             first = places[shape][:n]
             basis = Basis(a=_waves(first % in_features, in_features), b=_waves(first // in_features, out_features))
             keys[*shape, n] = digest(basis)
