@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,13 @@ class Recipe:
         else:
             model.save_pretrained(str(path / EQUIVALENT))
             self.rewrite(path / EQUIVALENT, path)
+
+
+def write_all(recipes: Mapping[str, Recipe], folder: Path, base: Path) -> dict[str, Path]:
+    """Save an adapter of every recipe into a folder of its name in ``folder``; returns those by name."""
+    for name, recipe in recipes.items():
+        recipe.write(folder / name, base)
+    return {name: folder / name for name in recipes}
 
 
 def lora(**fields: Any) -> Callable[[], PeftConfig]:

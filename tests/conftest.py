@@ -12,7 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # read when SGLang is imported, which some tests do in this process
 
-from adapters import EVERY_METHOD, RECIPES
+from adapters import EVERY_METHOD, RECIPES, write_all
 from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
 
@@ -28,11 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every recipe, written by PEFT for the tiny Llama; by name."""
-    folder = tmp_path_factory.mktemp("adapters")
-    recipes = {**RECIPES, **EVERY_METHOD}
-    for name, recipe in recipes.items():
-        recipe.write(folder / name, llama)
-    return {name: folder / name for name in recipes}
+    return write_all({**RECIPES, **EVERY_METHOD}, tmp_path_factory.mktemp("adapters"), llama)
 
 
 @pytest.fixture(scope="session")

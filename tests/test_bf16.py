@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters import Oracle, Recipe, ia3, load_base, lora, oft, vera
+from adapters import Oracle, Recipe, ia3, load_base, lora, oft, vera, write_all
 from serving import Answer, Server, cpu_arguments, cpu_environment, serve
 from test_parity_server import prompts
 
@@ -38,10 +38,7 @@ def base(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def near(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("near")
-    for name, recipe in NEAR.items():
-        recipe.write(folder / name, llama)
-    return {name: folder / name for name in NEAR}
+    return write_all(NEAR, tmp_path_factory.mktemp("near"), llama)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapters import Recipe, ia3, lora, oft, vera
+from adapters import Recipe, ia3, lora, oft, vera, write_all
 from models import write_model
 from serving import cpu_arguments, cpu_environment, serve
-from test_parity_server import CLEAR, EXACT, compare, prompts
+from test_parity_server import assert_exact, prompts
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -30,10 +30,8 @@ REFUSED = {
 def test_attention_is_served_and_experts_are_refused_as_a_whole(tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_model(base, "qwen3_moe")
-    recipes = {**SERVED, **{name: recipe for name, (recipe, _) in REFUSED.items()}}
-    for name, recipe in recipes.items():
-        recipe.write(tmp_path / name, base)
-    folders = {name: tmp_path / name for name in SERVED}
+    folders = write_all(SERVED, tmp_path, base)
+    write_all({name: recipe for name, (recipe, _) in REFUSED.items()}, tmp_path, base)
     names: list[str | None] = [None, *folders]
     with serve(base, tmp_path / "log", *cpu_arguments(), adapters=folders, environment=cpu_environment()) as server:
         for name, (_, part) in REFUSED.items():
@@ -44,9 +42,4 @@ def test_attention_is_served_and_experts_are_refused_as_a_whole(tmp_path: Path) 
             assert set(response.json()["loaded_adapters"]) == set(SERVED)
             assert server.post("generate", input_ids=[7, 8], lora_path=name).status_code == 400
         answers = server.generate(prompts(len(names), seed=42), names)
-    errors = {}
-    for name, answer in zip(names, answers, strict=True):
-        errors[name], effect = compare(base, None if name is None else folders[name], [answer])
-        assert name is None or effect > CLEAR, f"{name} changes log-probabilities by {effect:.2g} only"
-    print({name: f"{error:.1e}" for name, error in errors.items()})
-    assert max(errors.values()) <= EXACT, errors
+    assert_exact(base, folders, names, answers)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from adapters import ALL, Recipe, ia3, lora, oft, vera
+from adapters import ALL, Recipe, ia3, lora, oft, vera, write_all
 from models import write_model
 from serving import cpu_arguments, cpu_environment, serve
-from test_parity_server import CLEAR, EXACT, compare, prompts
+from test_parity_server import assert_exact, prompts
 
 VOCABULARY = ["embed_tokens", "lm_head"]
 RECIPES = {
@@ -47,10 +47,9 @@ def test_one_mixed_batch_equals_peft(family: str, tied: bool, tmp_path: Path) ->
     write_model(base, family, tied=tied)
     recipes = {**RECIPES, **(WITH_BIASES if family == "qwen2" else {})}
     vocabulary = ("lora_head", "lora_embedding") if family in PLAIN_EMBEDDING else ()
-    for name, recipe in recipes.items():
-        recipe.write(tmp_path / name, base)
+    written = write_all(recipes, tmp_path, base)
     slots = ("--max-loras-per-batch", str(len(recipes)))
-    folders = {name: tmp_path / name for name in recipes if name not in vocabulary}
+    folders = {name: folder for name, folder in written.items() if name not in vocabulary}
     names: list[str | None] = [None, *folders]
     with serve(
         base, tmp_path / "log", *cpu_arguments(), *slots, adapters=folders, environment=cpu_environment()
@@ -60,10 +59,4 @@ def test_one_mixed_batch_equals_peft(family: str, tied: bool, tmp_path: Path) ->
             assert response.status_code == 400 and "no module of this model" in response.json()["error_message"]
         answers = server.generate(prompts(len(names), seed=2), names)
 
-    errors = {"base": compare(base, None, answers[:1])[0]}
-    for name, answer in zip(names[1:], answers[1:], strict=True):
-        assert name is not None
-        errors[name], effect = compare(base, folders[name], [answer])
-        assert effect > CLEAR, f"{name} changes log-probabilities by {effect:.2g} only"
-    print(family, {name: f"{error:.1e}" for name, error in errors.items()})
-    assert max(errors.values()) <= EXACT, errors
+    assert_exact(base, folders, names, answers)

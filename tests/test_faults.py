@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import faulty_plugin
-from adapters import Recipe, lora, of, vera
+from adapters import Recipe, lora, of, vera, write_all
 from faulty_plugin import RANKS, fault
 from models import write_model
 from scute_converter import load
@@ -54,10 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    for name, recipe in RECIPES.items():
-        recipe.write(folder / name, base)
-    return {name: folder / name for name in RECIPES}
+    return write_all(RECIPES, tmp_path_factory.mktemp("adapters"), base)
 
 
 @pytest.fixture(scope="module")

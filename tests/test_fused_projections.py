@@ -6,10 +6,10 @@ from pathlib import Path
 
 import peft
 
-from adapters import Recipe, ia3, lora, of, oft, vera
+from adapters import Recipe, ia3, lora, of, oft, vera, write_all
 from models import write_model
 from serving import cpu_arguments, cpu_environment, serve
-from test_parity_server import CLEAR, EXACT, compare, prompts
+from test_parity_server import assert_exact, prompts
 
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 RECIPES = {
@@ -31,18 +31,11 @@ RECIPES = {
 def test_adapters_of_whole_fused_modules(tmp_path: Path) -> None:
     base = tmp_path / "base"
     write_model(base, "phi3")
-    for name, recipe in RECIPES.items():
-        recipe.write(tmp_path / name, base)
-    folders = {name: tmp_path / name for name in RECIPES}
+    folders = write_all(RECIPES, tmp_path, base)
     names: list[str | None] = [None, *folders]
     slots = ("--max-loras-per-batch", str(len(folders)))
     with serve(
         base, tmp_path / "log", *cpu_arguments(), *slots, adapters=folders, environment=cpu_environment()
     ) as server:
         answers = server.generate(prompts(len(names), seed=41), names)
-    errors = {}
-    for name, answer in zip(names, answers, strict=True):
-        errors[name], effect = compare(base, None if name is None else folders[name], [answer])
-        assert name is None or effect > CLEAR, f"{name} changes log-probabilities by {effect:.2g} only"
-    print({name: f"{error:.1e}" for name, error in errors.items()})
-    assert max(errors.values()) <= EXACT, errors
+    assert_exact(base, folders, names, answers)

@@ -110,93 +110,36 @@ QV = ["q_proj", "v_proj"]
 ALL = ["q_proj", "v_proj", "down_proj", "o_proj"]
 
 
-def lora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.LoraConfig(**{"target_modules": ALL, "r": 3, "lora_alpha": 5, **fields})
+def of(kind: Callable[..., peft.PeftConfig], **defaults: Any) -> Callable[..., Callable[[], peft.PeftConfig]]:
+    """What makes configs of a method: ``of(Config, r=3)(alpha=5)()``, on all layers if no others are named."""
+
+    def of_fields(**fields: Any) -> Callable[[], peft.PeftConfig]:
+        return lambda: kind(**{"target_modules": ALL, **defaults, **fields})
+
+    return of_fields
 
 
-def ia3(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.IA3Config(**{"target_modules": ALL, "feedforward_modules": ["down_proj"], **fields})
-
-
-def vera(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.VeraConfig(**{"target_modules": ALL, "r": 11, **fields})
-
-
-def oft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.OFTConfig(**{"target_modules": ALL, "oft_block_size": 6, **fields})
-
-
-def vblora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.VBLoRAConfig(
-        **{"target_modules": ALL, "vector_length": 6, "num_vectors": 13, "init_vector_bank_bound": 1, **fields}
-    )
-
-
-def tinylora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.TinyLoraConfig(**{"target_modules": ALL, "r": 3, "u": 13, **fields})
-
-
-def unilora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.UniLoraConfig(**{"target_modules": ALL, "theta_d_length": 101, **fields})
-
-
-def fourierft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.FourierFTConfig(**{"target_modules": ALL, "n_frequency": 50, **fields})
-
-
-def boft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.BOFTConfig(**{"target_modules": ALL, "boft_block_size": 6, **fields})
-
-
-def beft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.BeftConfig(**{"target_modules": ALL, **fields})
-
-
-def glora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.GloraConfig(**{"target_modules": ALL, "r": 3, "config_A_B": "vector", **fields})
-
-
-def pvera(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.PveraConfig(**{"target_modules": ALL, "r": 11, **fields})
-
-
-def adalora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.AdaLoraConfig(
-        **{"target_modules": ALL, "init_r": 5, "lora_alpha": 7, "total_step": 1, **fields}
-    )
-
-
-def loha(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.LoHaConfig(**{"target_modules": ALL, "r": 3, "alpha": 5, **fields})
-
-
-def lokr(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.LoKrConfig(**{"target_modules": ALL, "r": 2, "alpha": 5, **fields})
-
-
-def miss(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.MissConfig(**{"target_modules": ALL, "r": 7, **fields})
-
-
-def delora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.DeloraConfig(**{"target_modules": ALL, "r": 5, **fields})
-
-
-def gralora(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.GraloraConfig(**{"target_modules": ALL, "r": 6, "alpha": 7, **fields})
-
-
-def hra(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.HRAConfig(**{"target_modules": ALL, "r": 6, **fields})
-
-
-def deft(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.DeftConfig(**{"target_modules": ALL, "r": 3, **fields})
-
-
-def peanut(**fields: Any) -> Callable[[], peft.PeftConfig]:
-    return lambda: peft.PeanutConfig(**{"target_modules": ALL, "r": 5, **fields})
-
+lora = of(peft.LoraConfig, r=3, lora_alpha=5)
+ia3 = of(peft.IA3Config, feedforward_modules=["down_proj"])
+vera = of(peft.VeraConfig, r=11)
+oft = of(peft.OFTConfig, oft_block_size=6)
+vblora = of(peft.VBLoRAConfig, vector_length=6, num_vectors=13, init_vector_bank_bound=1)
+tinylora = of(peft.TinyLoraConfig, r=3, u=13)
+unilora = of(peft.UniLoraConfig, theta_d_length=101)
+fourierft = of(peft.FourierFTConfig, n_frequency=50)
+boft = of(peft.BOFTConfig, boft_block_size=6)
+beft = of(peft.BeftConfig)
+glora = of(peft.GloraConfig, r=3, config_A_B="vector")
+pvera = of(peft.PveraConfig, r=11)
+adalora = of(peft.AdaLoraConfig, init_r=5, lora_alpha=7, total_step=1)
+loha = of(peft.LoHaConfig, r=3, alpha=5)
+lokr = of(peft.LoKrConfig, r=2, alpha=5)
+miss = of(peft.MissConfig, r=7)
+delora = of(peft.DeloraConfig, r=5)
+gralora = of(peft.GraloraConfig, r=6, alpha=7)
+hra = of(peft.HRAConfig, r=6)
+deft = of(peft.DeftConfig, r=3)
+peanut = of(peft.PeanutConfig, r=5)
 
 CASES = {
     **{f"lora-r{r}": Case(lora(r=r), "LoRA") for r in (1, 3, 12, 16, 64)},

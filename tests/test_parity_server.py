@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def compare(base: Path, folder: Path | None, answers) -> tuple[float, float]:
         error = max(error, (answer.log_probabilities - expected).abs().max().item())
         effect = max(effect, (expected - plain.log_probabilities(answer.tokens)).abs().max().item())
     return error, effect
+
+
+def assert_exact(base: Path, folders: Mapping[str, Path], names: Sequence[str | None], answers: Sequence) -> None:
+    """``answers``: one of each adapter in ``names``, or of the base model (``None``); ``folders``: of the adapters."""
+    errors = {}
+    for name, answer in zip(names, answers, strict=True):
+        errors[name], effect = compare(base, None if name is None else folders[name], [answer])
+        assert name is None or effect > CLEAR, f"{name} changes log-probabilities by {effect:.2g} only"
+    print({name: f"{error:.1e}" for name, error in errors.items()})
+    assert max(errors.values()) <= EXACT, errors
 
 
 def test_one_mixed_batch_equals_peft(server: Server, llama: Path, adapters: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import Oracle, Recipe, ia3, lora, of, oft, vera
+from adapters import Oracle, Recipe, ia3, lora, of, oft, vera, write_all
 from awq import GROUP, random_awq
 from models import write_model
 from serving import Server, cpu_arguments, cpu_environment, serve
@@ -81,10 +81,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def folders(bases: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    for name, recipe in RECIPES.items():
-        recipe.write(folder / name, bases[0])
-    return {name: folder / name for name in RECIPES}
+    return write_all(RECIPES, tmp_path_factory.mktemp("adapters"), bases[0])
 
 
 @pytest.fixture(scope="module")

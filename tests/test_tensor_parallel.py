@@ -9,11 +9,11 @@ import peft
 import pytest
 import torch
 
-from adapters import ALL, Recipe, ia3, lora, of, oft, vera
+from adapters import ALL, Recipe, ia3, lora, of, oft, vera, write_all
 from models import write_model
 from scute_patches import sgl_kernel  # the manager derives from a class of SGLang, whose import needs it on a CPU
 from serving import Server, cpu_arguments, cpu_environment, serve
-from test_parity_server import CLEAR, EXACT, compare, prompts
+from test_parity_server import assert_exact, prompts
 
 sgl_kernel.install()
 
@@ -58,10 +58,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    for name, recipe in {**RECIPES, "crossing": CROSSING}.items():
-        recipe.write(folder / name, base)
-    return {name: folder / name for name in [*RECIPES, "crossing"]}
+    return write_all({**RECIPES, "crossing": CROSSING}, tmp_path_factory.mktemp("adapters"), base)
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +82,7 @@ def two_ranks(base: Path, folders: dict[str, Path], tmp_path_factory: pytest.Tem
 def test_one_mixed_batch_equals_peft(two_ranks: Server, base: Path, folders: dict[str, Path]) -> None:
     names: list[str | None] = [None, *RECIPES]
     answers = two_ranks.generate(prompts(len(names), seed=9), names)
-    errors = {}
-    for name, answer in zip(names, answers, strict=True):
-        errors[name], effect = compare(base, None if name is None else folders[name], [answer])
-        assert name is None or effect > CLEAR
-    print({name: f"{error:.1e}" for name, error in errors.items()})
-    assert max(errors.values()) <= EXACT, errors
+    assert_exact(base, folders, names, answers)
 
 
 def test_replicated_heads_are_summed_once() -> None:
