@@ -270,6 +270,40 @@ def test_refused_configs(field: str, value: Any, parts: list[str]) -> None:
     refused(lambda: load_tensors(lora_tensors(), CONFIG | {field: value}, "bad"), *parts)
 
 
+# What somebody wrote, and what they meant.
+MISSPELT = {
+    "peft_type": [("LORAA", "LORA"), ("lora", "LORA"), ("Vera2", "VERA"), ("OTF", "OFT")],
+    "rank_patern": [({"v_proj": 2}, "rank_pattern")],
+    "alphapattern": [({"v_proj": 2}, "alpha_pattern")],
+    "use_dorra": [(True, "use_dora")],
+    "lora_droput": [(0.1, "lora_dropout")],
+    "arow_config": [({"top_k": 1}, "arrow_config")],
+    "bias": [("lora_onyl", "lora_only"), ("al", "all"), ("None", "none")],
+    "init_lora_weights": [("gausian", "gaussian"), ("Pissa", "pissa"), ("loraga", "lora_ga")],
+    "target_modules": [(["q_proj", "v_porj"], "v_proj"), (["q-proj", "v_proj"], "q_proj")],
+    "velora_config": [({"num_grups": 2}, "num_groups")],
+}
+
+
+@pytest.mark.parametrize(("field", "value", "meant"), [(f, *pair) for f, pairs in MISSPELT.items() for pair in pairs])
+def test_the_nearest_of_what_is_known_is_named(field: str, value: Any, meant: str) -> None:
+    where = f"field {field}" + (".num_grups" if field == "velora_config" else "")
+    config = CONFIG | {field: value}
+    refused(lambda: load_tensors(lora_tensors(), config, "bad"), where, f"(did you mean {meant!r}?)")
+
+
+@pytest.mark.parametrize("field", ["peft_type", "bias", "init_lora_weights", "zzzz"])
+def test_nothing_is_named_that_is_not_near(field: str) -> None:
+    with pytest.raises(AdapterError) as caught:
+        load_tensors(lora_tensors(), CONFIG | {field: "zzzz"}, "bad")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["none", "all", "lora_only", "MiSS_only"])
+def test_values_of_bias_that_peft_writes(value: str) -> None:
+    assert load_tensors(lora_tensors(), CONFIG | {"bias": value}, "some").forms
+
+
 def test_unknown_fields_without_a_value_are_accepted() -> None:
     empty = {"lorem": None, "ipsum": False, "dolor": [], "sit": {}, "kasa_config": None, "use_qalora": False}
     plain = load_tensors(lora_tensors(), CONFIG, "plain")
@@ -291,8 +325,17 @@ Q = f"{PREFIX}q_proj."
         (f"{Q}lora_A.weight", torch.ones(3, 30, 1, 1), ["has 4 dimensions (3, 30, 1, 1), 2 are served"]),
         (f"{Q}lora_B.weight", torch.ones(42, 4), ["q_proj.lora_B.weight", "(42, 4) does not fit", "(3, 30)"]),
         (f"{Q}lora_B.weight", None, ["q_proj.lora_B.weight", "is missing"]),
-        (f"{Q}lora_A.weight", None, ["q_proj.lora_B.weight", "is no tensor that LORA is known to have"]),
+        (
+            f"{Q}lora_A.weight",
+            None,
+            ["q_proj.lora_B.weight", "is left over: LORA has no use", "save the whole adapter again"],
+        ),
         (f"{Q}lora_C.weight", torch.ones(3), ["q_proj.lora_C.weight", "is no tensor that LORA is known to have"]),
+        (
+            f"{Q}lora_magnitud_vector",
+            torch.ones(42),
+            ["q_proj.lora_magnitud_vector", "(did you mean 'lora_magnitude_vector'?)"],
+        ),
         (f"{Q}lora_A.default.weight", torch.ones(3, 30), ["is stored twice", "q_proj.lora_A.weight"]),
         (f"{Q}lora_magnitude_vector", torch.ones(41), ["41 elements for 42 output features"]),
         (f"{Q}lora_magnitude_vector.weight", torch.zeros(42, 1), ["2 dimensions"]),

@@ -83,6 +83,13 @@ def write_refused(folder: Path) -> dict[str, tuple[Path, str]]:
             },
             "module model.embed_tokens: only plain LoRA is served on embeddings",
         ),
+        "misspelt_type": ({"modules": one, "peft_type": "LORAA"}, "(did you mean 'LORA'?); served are ADALORA"),
+        "misspelt_field": ({"modules": one, "rank_patern": {"q_proj": 3}}, "(did you mean 'rank_pattern'?); remove"),
+        "misspelt_value": ({"modules": one, "bias": "lora_onyl"}, "(did you mean 'lora_only'?); correct it"),
+        "misspelt_target": (
+            {"modules": one, "target_modules": ["qproj"]},
+            "while its 'qproj' selects none (did you mean 'q_proj'?); correct the field",
+        ),
     }
     return {name: (write_lora(folder / name, **fields), part) for name, (fields, part) in cases.items()}
 

@@ -25,13 +25,14 @@ class Checkpoint:
     """The tensors of one adapter by module path and parameter.
 
     ``parameters`` counts the elements that were taken so far and trained. ``wrappers``: names of training wrappers
-    that were removed from keys.
+    that were removed from keys. ``asked``: the parameters that the method has looked for, there or not.
     """
 
     def __init__(self, adapter: str, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.adapter = adapter
         self.parameters = 0
         self.wrappers: set[str] = set()
+        self.asked: set[str] = set()
         self._lock = Lock()
         self._reserved = 0
         self._tensors: dict[Key, torch.Tensor] = {}
@@ -52,6 +53,7 @@ class Checkpoint:
 
     def modules(self, *suffixes: str) -> list[str]:
         """Paths of the modules that have one of the parameters, in the order of the file."""
+        self.asked.update(suffixes)
         return list(dict.fromkeys(key.module for key in self._tensors if key.suffix in suffixes))
 
     def each(self, modules: Sequence[str], convert: Callable[[str], NormalForm]) -> dict[str, NormalForm]:
@@ -59,6 +61,7 @@ class Checkpoint:
         return dict(zip(modules, parallel.each(convert, modules), strict=True))
 
     def has(self, module: str, suffix: str) -> bool:
+        self.asked.add(suffix)
         return Key(module, suffix) in self._tensors
 
     def take(

@@ -7,9 +7,9 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 
 # Fields of PEFT's PeftConfig that say where the adapter comes from and how it was trained.
 _IRRELEVANT = frozenset(
@@ -52,15 +52,35 @@ def parse(adapter: str, raw: Mapping[str, Any], record: type[Config]) -> Config:
         where, shown = f"field {name} of adapter_config.json", reprlib.repr(value)
         if name in known:
             if not has_type(value, hints[name]):
-                problem = f"{shown} is not of type {known[name].type}"
-                raise AdapterError(adapter, where, problem, "save the adapter again with PEFT")
+                raise _wrong_value(adapter, where, value, hints[name], str(known[name].type))
             values[name] = value
         elif name in record.refused and value:
             raise AdapterError(adapter, where, record.refused[name], "train the adapter without it")
         elif value and name not in irrelevant:
             problem = f"{shown} is not understood, and it may change what the adapter computes"
+            problem += did_you_mean(name, [*known, *record.refused, *irrelevant])
             raise AdapterError(adapter, where, problem, "remove the field if it does not matter")
-    return record(**values)
+    config = record(**values)
+    _check_bias(adapter, config)
+    return config
+
+
+def _wrong_value(adapter: str, where: str, value: Any, hint: Any, annotation: str) -> AdapterError:
+    shown = reprlib.repr(value)
+    if typing.get_origin(hint) is Literal and isinstance(value, str):
+        known = typing.get_args(hint)
+        problem = f"{shown} is not known, only {', '.join(map(repr, known))}{did_you_mean(value, known)}"
+        return AdapterError(adapter, where, problem, "correct it")
+    return AdapterError(adapter, where, f"{shown} is not of type {annotation}", "save the adapter again with PEFT")
+
+
+def _check_bias(adapter: str, config: MethodConfig) -> None:
+    """PEFT takes ``none``, ``all`` and whatever ends in ``_only`` (``BaseTuner._mark_only_adapters_as_trainable``)."""
+    if config.bias in ("none", "all") or config.bias.endswith("_only"):
+        return
+    known = ("none", "all", f"{config.peft_type.lower()}_only")
+    problem = f"{config.bias!r} is not known, only {', '.join(map(repr, known))}{did_you_mean(config.bias, known)}"
+    raise AdapterError(adapter, "field bias of adapter_config.json", problem, "correct it")
 
 
 def has_type(value: Any, hint: Any) -> bool:
@@ -73,6 +93,8 @@ def has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(has_type(item, arguments[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(has_type(item, arguments[1]) for item in value.values())
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
     if hint is float:
         return type(value) in (int, float) and abs(value) < float("inf") and abs(value) < 2**1023
     if hint is int:

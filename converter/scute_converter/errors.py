@@ -1,5 +1,10 @@
 """The one error of the package: an adapter that is not served exactly is refused with it."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 # Letters of one part of a message. Names and values in it may come from the adapter, and have any length.
 _MOST_NAME = 200
 _MOST_PART = 800
@@ -17,6 +22,13 @@ class AdapterError(ValueError):
         name = _short(repr(adapter), _MOST_NAME)
         where, problem, remedy = (_short(_printable(part), _MOST_PART) for part in (where, problem, remedy))
         super().__init__(f"adapter {name}: {where}: {problem}; {remedy}")
+
+
+def did_you_mean(word: str, known: Iterable[str | bool]) -> str:
+    """What the problem of a misspelt word ends with, ``" (did you mean 'rank_pattern'?)"``; ``""`` if none is near."""
+    spelled = {other.casefold(): other for other in known if isinstance(other, str)}
+    near = difflib.get_close_matches(word.casefold(), spelled, n=1)
+    return f" (did you mean {spelled[near[0]]!r}?)" if near else ""
 
 
 def _printable(text: str) -> str:

@@ -16,12 +16,12 @@ from scute_converter.base import Base, BaseShapes
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig, parse
 from scute_converter.digest import digest
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 from scute_converter.files import CONFIG, open_folder, read_added_tokens, read_folder
 from scute_converter.keys import Key
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.registry import METHODS, UNSERVED, Method
-from scute_converter.targets import selects
+from scute_converter.targets import selects, unused_names
 
 # PEFT saves the whole weights of these modules beside the adapter (EMBEDDING_LAYER_NAMES).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
@@ -76,7 +76,7 @@ def load_tensors(
     payloads = _take_payloads(checkpoint)
     forms, bias_notes = _replace_biases(checkpoint, record, conversion.forms)
     if left := checkpoint.left():
-        raise _unconsumed(name, record, left[0])
+        raise _unconsumed(checkpoint, record, left[0])
     if not forms:
         raise AdapterError(name, "weights", f"no tensor of {conversion.method} was found", "save the adapter again")
 
@@ -108,7 +108,7 @@ def _method(adapter: str, config: Mapping[str, Any]) -> Method:
     peft_type = config.get("peft_type")
     if isinstance(peft_type, str) and peft_type in METHODS:
         return METHODS[peft_type]
-    reason = UNSERVED.get(str(peft_type), "is no method that is served")
+    reason = UNSERVED.get(str(peft_type), f"is no method that is served{did_you_mean(str(peft_type), METHODS)}")
     remedy = f"served are {', '.join(sorted(METHODS))}"
     raise AdapterError(adapter, f"field peft_type of {CONFIG}", f"{peft_type!r} {reason}", remedy)
 
@@ -126,6 +126,9 @@ def _check_selection(adapter: str, config: MethodConfig, forms: Mapping[str, Nor
             raise AdapterError(adapter, where, f"is no regular expression ({error})", "correct it") from error
         if not selected and not tied:
             problem = f"does not select {module} (with exclude_modules and layers_to_transform), which has tensors"
+            if unused := unused_names(config, forms):
+                leaves = {path.rpartition(".")[2] for path in forms}
+                problem += f", while its {unused[0]!r} selects none{did_you_mean(unused[0], leaves)}"
             raise AdapterError(adapter, where, problem, "correct the field or remove the tensors")
 
 
@@ -165,7 +168,7 @@ def _replace_biases(
     return forms, [f"the config says bias={config.bias!r}, but the file holds no biases: the base's are served"]
 
 
-def _unconsumed(adapter: str, config: MethodConfig, key: Key) -> AdapterError:
+def _unconsumed(checkpoint: Checkpoint, config: MethodConfig, key: Key) -> AdapterError:
     """Why a tensor that no method took is refused."""
     remedy = "remove it if it does not belong to the adapter"
     prefixes = tuple(method.prefix for method in METHODS.values())
@@ -178,9 +181,12 @@ def _unconsumed(adapter: str, config: MethodConfig, key: Key) -> AdapterError:
         problem, remedy = f"is a bias, with bias={config.bias!r}", f"set bias to 'all' in {CONFIG} if it was trained"
     elif key.suffix.endswith("weight") and not foreign:
         problem, remedy = "is a weight of the base model, not of the adapter", "train without modules_to_save"
+    elif key.suffix in checkpoint.asked:
+        problem = f"is left over: {config.peft_type} has no use for it with the other tensors of the file"
+        remedy = "save the whole adapter again"
     else:
-        problem = f"is no tensor that {config.peft_type} is known to have"
-    return AdapterError(adapter, f"tensor {key}", problem, remedy)
+        problem = f"is no tensor that {config.peft_type} is known to have{did_you_mean(key.suffix, checkpoint.asked)}"
+    return checkpoint.error(key.module, key.suffix, problem, remedy)
 
 
 def _is_identity(form: NormalForm) -> bool:

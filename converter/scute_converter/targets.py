@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from scute_converter.base import Base
 from scute_converter.config import MethodConfig
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 from scute_converter.patterns import is_plain, match
 
 
@@ -38,8 +39,18 @@ def selected_layers(adapter: str, config: MethodConfig, base: Base, remedy: str)
     except re.error as error:
         raise AdapterError(adapter, where, f"is no regular expression ({error})", remedy) from error
     if not layers:
-        raise AdapterError(adapter, where, "selects no linear layer of the base model", remedy)
+        problem = "selects no linear layer of the base model"
+        if unused := unused_names(config, base.shapes):
+            problem += f": none is called {unused[0]!r}"
+            problem += did_you_mean(unused[0], {module.rpartition(".")[2] for module in base.shapes})
+        raise AdapterError(adapter, where, problem, remedy)
     return layers
+
+
+def unused_names(config: MethodConfig, modules: Collection[str]) -> list[str]:
+    """The names in ``target_modules`` that none of the modules has. A regular expression has no names."""
+    names = config.target_modules if isinstance(config.target_modules, list) else []
+    return [name for name in names if name not in modules and not any(_matches([name], module) for module in modules)]
 
 
 def _matches(names: list[str] | str, module: str) -> bool:

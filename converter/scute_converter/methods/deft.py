@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,6 @@ from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.double import product
 from scute_converter.errors import AdapterError
-from scute_converter.files import CONFIG
 from scute_converter.normal_form import NormalForm
 from scute_converter.refactor import folded
 from scute_converter.registry import Conversion, Variant, register
@@ -28,7 +28,7 @@ class DeftConfig(MethodConfig):
 
     r: int = 8
     alpha: float | None = None
-    decomposition_method: str = "relu"
+    decomposition_method: Literal["relu", "qr"] = "relu"
     para: bool = False
 
 
@@ -45,9 +45,6 @@ def convert(checkpoint: Checkpoint, config: DeftConfig, base: Base) -> Conversio
     ``left`` and ``right`` are made of ``P = deft_P``: ``P`` and ``relu(P)``, or the ``Q`` of its QR decomposition
     twice (``peft.tuners.deft.layer.DeftLinear``).
     """
-    if config.decomposition_method not in ("relu", "qr"):
-        problem = f"{config.decomposition_method!r} is not known, only relu and qr are"
-        raise AdapterError(checkpoint.adapter, f"field decomposition_method of {CONFIG}", problem, "correct it")
     forms = checkpoint.each(checkpoint.modules("deft_P"), lambda module: _convert_module(checkpoint, config, module))
     return Conversion("PaRa" if config.para else "DEFT", forms)
 

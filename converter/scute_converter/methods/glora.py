@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -25,9 +26,9 @@ class GloraConfig(MethodConfig):
 
     irrelevant = frozenset({"init_weights", "r"})
 
-    config_A_B: str = "lora"
-    config_C: str = "lora"
-    config_D_E: str = "constant"
+    config_A_B: Literal["lora", "vector", "constant", "none"] = "lora"
+    config_C: Literal["lora", "vector", "constant", "none"] = "lora"
+    config_D_E: Literal["vector", "constant", "none"] = "constant"
 
 
 VARIANTS = (
@@ -44,11 +45,6 @@ def convert(checkpoint: Checkpoint, config: GloraConfig, base: Base) -> Conversi
     """
     kinds = {"A": config.config_A_B, "B": config.config_A_B, "C": config.config_C, "D": config.config_D_E}
     kinds["E"] = config.config_D_E
-    for path, kind in kinds.items():
-        if kind not in _TENSORS or (kind == "lora" and path in "DE"):
-            name = {"A": "config_A_B", "C": "config_C", "D": "config_D_E"}[path]
-            problem = f"{kind!r} is no kind of correction that is known"
-            raise AdapterError(checkpoint.adapter, f"field {name} of adapter_config.json", problem, "correct it")
     modules = checkpoint.modules(*(f"glora_A.{tensor}" for tensors in _TENSORS.values() for tensor in tensors))
     forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, kinds, base, module))
     return Conversion("GLoRA", forms)

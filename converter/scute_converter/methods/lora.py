@@ -12,7 +12,7 @@ import torch
 from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 from scute_converter.files import CONFIG
 from scute_converter.methods import bdlora, kasa, pissa, qalora
 from scute_converter.methods.dora import MAGNITUDE, DoraScale, take_magnitude
@@ -211,7 +211,8 @@ def _check_variant(adapter: str, config: LoraConfig) -> str:
         unknown = sorted(set(getattr(config, name)) - _OPTIONS[name]) if name in _OPTIONS else []
         if unknown:
             where = f"field {name}.{unknown[0]} of {CONFIG}"
-            raise AdapterError(adapter, where, "is not understood", "remove the field if it does not matter")
+            problem = f"is not understood{did_you_mean(unknown[0], _OPTIONS[name])}"
+            raise AdapterError(adapter, where, problem, "remove the field if it does not matter")
     if config.init_lora_weights in _RESIDUAL_INITS and active and active[0] in _NOT_ON_RESIDUAL:
         active.append(f"init_lora_weights={config.init_lora_weights!r}")
     if len(active) > 1:
@@ -245,6 +246,7 @@ def _check_initialisation(adapter: str, config: LoraConfig) -> list[str]:
         problem = f"{init!r} changed the base weights in training, and not by what can be found again"
         remedy = "save the adapter with PEFT's path_initial_model_for_weight_conversion"
     else:
-        problem = f"{init!r} is not known"
+        known = (*_PLAIN_INITS, *_RESIDUAL_INITS, "loftq", "lora_ga")
+        problem = f"{init!r} is not known{did_you_mean(str(init), known)}"
         remedy = "set it to true if this initialisation leaves the base weights as they are"
     raise AdapterError(adapter, where, problem, remedy)

@@ -9,7 +9,7 @@ import torch
 from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 from scute_converter.normal_form import NormalForm, Pair
 from scute_converter.registry import Conversion, Variant, register
 
@@ -66,6 +66,7 @@ def _check_formula(adapter: str, config: BoneConfig, known: tuple[bool | str, ..
         problem = "'bat' multiplies the base weight with the blocks, a change of full rank"
         raise AdapterError(adapter, where, problem, "train with init_weights=true")
     problem = f"{config.init_weights!r} is not known, and it chooses the formula"
+    problem += did_you_mean(str(config.init_weights), known)
     raise AdapterError(adapter, where, problem, "correct it")
 
 

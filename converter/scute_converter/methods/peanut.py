@@ -13,7 +13,7 @@ from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.double import product
-from scute_converter.errors import AdapterError
+from scute_converter.errors import AdapterError, did_you_mean
 from scute_converter.files import CONFIG
 from scute_converter.normal_form import NormalForm
 from scute_converter.refactor import folded
@@ -55,7 +55,8 @@ VARIANTS = (Variant("PEANuT", "0.19", "A B", base_weight=True, limits=f"act_fn i
 def convert(checkpoint: Checkpoint, config: PeanutConfig, base: Base) -> Conversion:
     """``y = x W + b0 + scaling * (x Z) peanut_B^T`` with ``Z = network(W)`` (``peft.tuners.peanut.layer.Linear``)."""
     if config.act_fn not in ACTIVATIONS:
-        problem, remedy = f"{config.act_fn!r} is not served", f"served are {', '.join(ACTIVATIONS)}"
+        problem = f"{config.act_fn!r} is not served{did_you_mean(config.act_fn, ACTIVATIONS)}"
+        remedy = f"served are {', '.join(ACTIVATIONS)}"
         raise AdapterError(checkpoint.adapter, f"field act_fn of {CONFIG}", problem, remedy)
     modules = checkpoint.modules("peanut_A.weight")
     forms = checkpoint.each(modules, lambda module: _convert_module(checkpoint, config, module))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
-from scute_converter.errors import AdapterError
 from scute_converter.normal_form import NormalForm, Pair
 from scute_converter.registry import Conversion, Variant, register
 
@@ -24,7 +24,7 @@ class PolyConfig(MethodConfig):
 
     irrelevant = frozenset({"init_weights", "n_skills", "n_splits", "n_tasks", "r"})
 
-    poly_type: str = "poly"
+    poly_type: Literal["poly"] = "poly"
 
 
 VARIANTS = (Variant("Poly", "0.8", "A B", limits="of one task (n_tasks=1)"),)
@@ -38,9 +38,6 @@ def convert(checkpoint: Checkpoint, config: PolyConfig, base: Base) -> Conversio
     ``w[q, s] * poly_lora_A[q, s]``, and of ``poly_lora_B`` alike. ``w``: the sigmoids of the task's logits, divided by
     their sum over the skills (``PolyRouter`` in eval mode).
     """
-    if config.poly_type != "poly":
-        problem = f"{config.poly_type!r} is not known, and it chooses the router"
-        raise AdapterError(checkpoint.adapter, "field poly_type of adapter_config.json", problem, "correct it")
     modules = checkpoint.modules("poly_lora_A", "poly_lora_B", _LOGITS)
     return Conversion("Poly", checkpoint.each(modules, lambda module: _convert_module(checkpoint, module)))
 
