@@ -73,11 +73,14 @@ class BaseFolder:
 
     @classmethod
     def open(cls, model: str) -> BaseFolder:
-        """``model``: a local folder; only if there is none of that name, an id on the Hugging Face Hub, of which files
-        are downloaded as they are needed. Builds the model from its config without weights. Raises BaseModelError."""
+        """``model``: a local folder, or the ``config.json`` in it; only if there is none of that name, an id on the
+        Hugging Face Hub, of which files are downloaded as they are needed. Builds the model from its config without
+        weights. Raises BaseModelError."""
         import transformers
 
         path = Path(model)
+        if path.name == _CONFIG and path.is_file():
+            path = path.parent
         folder = path if path.exists() else None
         if folder is None and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model):
             raise BaseModelError(model, "there is no such folder", "give the folder of a Hugging Face model")

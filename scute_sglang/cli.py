@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -22,13 +23,15 @@ from rich.table import Table
 from scute_converter import Adapter, AdapterError, NormalForm, load, native
 from scute_converter.files import BIN, CONFIG, MOST_CONFIG, SAFETENSORS, read_json
 from scute_converter.registry import METHODS
-from scute_sglang import fit, options
+from scute_sglang import fit, options, plan
 from scute_sglang.base_folder import BaseFolder, BaseModelError
 from scute_sglang.convert import check_base_samples, with_sizes
 from scute_sglang.convert import convert as convert_adapter
 
 # Bytes of a number in fp16 and bf16, the types that an adapter is served in.
 SERVED_BYTES = 2
+
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 
@@ -79,7 +82,7 @@ def inspect(
     console = Console()
     with _refusals():
         try:
-            adapter, base_notes = (load(folder), []) if base is None else _checked(folder, base)
+            adapter, base_notes = (load(folder), []) if base is None else _checked(folder, BaseFolder.open(base))
         except AdapterError:
             if method := _method_of(folder):
                 console.print(f"[bold]{escape(method)}[/bold]")
@@ -115,9 +118,8 @@ def _method_of(folder: Path) -> str:
     return variants[0].name if len(variants) == 1 else peft_type
 
 
-def _checked(folder: Path, model: str) -> tuple[Adapter, list[str]]:
+def _checked(folder: Path, base: BaseFolder) -> tuple[Adapter, list[str]]:
     """The adapter, by the server's rules for this base model, and notes on what only the server knows."""
-    base = BaseFolder.open(model)
     name = folder.resolve().name
     # Like the server, which knows all linear layers of some families only.
     adapter = load(folder, name, base.shapes if base.known else None, base.dtype)
@@ -164,6 +166,129 @@ def convert(
         adapter = convert_adapter(source, destination, BaseFolder.open(base), progress)
     size = (destination / native.WEIGHTS).stat().st_size
     typer.echo(f"{destination}: {adapter.method}, {len(adapter.forms)} modules, {size:,} bytes")
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_CONFIG", help="The base model: its folder or config.json, or an id on the Hub."),
+    ],
+    folders: Annotated[list[Path], typer.Argument(metavar="ADAPTER...", help="Folders of adapters.")],
+    gpu: Annotated[str, typer.Option(metavar="GPU", help=f"One of {', '.join(plan.GPUS)}.")] = "h200",
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests in the mixed batch, spread over the adapters in turn. Default: one each."),
+    ] = None,
+    tenants: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Numbers of adapters to show the memory of; may be repeated. Default: 16, 128, 1024."),
+    ] = None,
+) -> None:
+    """Show what serving adapters on a base model takes, before anything is started or bought.
+
+    [bold]Example[/bold]
+
+        scute plan ./my-model/config.json ./my-lora ./my-vera --gpu a100 --requests 32 --tenants 500
+
+    Needs neither a GPU nor the weights of the model. An adapter that the server would refuse is refused.
+
+    First table: the device memory that an adapter takes, and what it adds to a decode step with one request of it:
+    bytes moved, kernels launched, and milliseconds by the byte model, which are rather the least than the mean. Last
+    row: all adapters in one batch.
+
+    Second table: the memory of many adapters like each of these, with Scute; converted to LoRA, at the least rank that
+    computes the same; and in a stock SGLang server, which pads all of them to the largest rank.
+
+    docs/plan.md has the formula, and what it leaves out.
+
+    Exit code 1: an adapter or the base model is refused, with the reason on standard error.
+    """
+    if gpu not in plan.GPUS:
+        raise typer.BadParameter(f"{gpu!r} is none of {', '.join(plan.GPUS)}", param_hint="--gpu")
+    console = Console()
+    found: list[plan.Tenant] = []
+    notes: list[str] = []
+    with _refusals():
+        base = BaseFolder.open(model)
+        served = plan.Model.of(base.projections)
+        for folder in folders:
+            adapter, of_adapter = _checked(folder, base)
+            found.append(plan.Tenant.of(folder.resolve().name, adapter, base, served))
+            notes += [f"{found[-1].name}: {note}" for note in [*adapter.notes, *of_adapter]]
+            if found[-1].folds:
+                notes.append(
+                    f"{found[-1].name}: pairs are made with the base weight, and counted at their largest rank"
+                )
+    device = plan.GPUS[gpu]
+    source = "measured" if device.copied else f"{plan.COPY_SHARE:.0%} of the data sheet's {device.sheet / 1e12:g}"
+    console.print(f"[bold]{device.name}[/bold]: {device.bandwidth / 1e12:.2f} TB/s ({source}); fp16 or bf16, one GPU")
+    console.print(_step_table(served, found, requests or len(found), device))
+    bases = {key: size for tenant in found for key, size in tenant.bases.items()}
+    for key, size in bases.items():
+        users = ", ".join(tenant.name for tenant in found if key in tenant.bases)
+        console.print(f"shared: {size:,} bytes, once for {users}", markup=False, soft_wrap=True)
+    console.print(_memory_table(served, found, tenants or [16, 128, 1024]))
+    console.print(f"beside it, a slot of --max-loras-per-batch takes {plan.slot_bytes(served):,} bytes")
+    for note in notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _step_table(model: plan.Model, tenants: list[plan.Tenant], requests: int, gpu: plan.Gpu) -> Table:
+    """One row per adapter, and one for a batch of all."""
+    shown = Table("adapter", "method", "rank")
+    for heading in ("bytes resident", "bytes per step", "launches", "ms per step"):
+        shown.add_column(heading, justify="right")
+
+    def cells(step: plan.Step) -> list[str]:
+        return [f"{step.moved:,}", f"{step.launches:,}", f"{step.seconds * 1e3:.3f}"]
+
+    for tenant in tenants:
+        ranks = [*map(str, tenant.ranks), *(f"{rank} shared" for rank in tenant.shared_ranks)]
+        step = plan.decode_step(model, [tenant], gpu)
+        shown.add_row(escape(tenant.name), tenant.method, ", ".join(ranks), f"{tenant.resident:,}", *cells(step))
+    shown.add_section()
+    batch = list(islice(cycle(tenants), requests))
+    resident = plan.arena_bytes({tenant.digest: tenant for tenant in tenants}.values())
+    mixed = "1 request" if requests == 1 else f"{requests} requests"
+    shown.add_row("all", mixed, "", f"{resident:,}", *cells(plan.decode_step(model, batch, gpu)))
+    return shown
+
+
+def _memory_table(model: plan.Model, tenants: list[plan.Tenant], numbers: list[int]) -> Table:
+    """Rows for each number of adapters like each of these."""
+    shown = Table("adapters like", "rank as LoRA", title="device memory", title_justify="left")
+    for heading in ("adapters", "Scute", "as LoRA", "stock, padded"):
+        shown.add_column(heading, justify="right")
+    stock = plan.stock_slot_bytes(model, tenants)
+    for tenant in tenants:
+        ranks = ("min(in, out): " if tenant.full_rank else "") + _merge_numbers(tenant.lora_ranks.values())
+        for number in numbers:
+            first = number == numbers[0]
+            shown.add_row(
+                escape(tenant.name) if first else "",
+                ranks if first else "",
+                f"{number:,}",
+                _amount(plan.arena_bytes([tenant], number)),
+                _amount(tenant.lora * number),
+                _amount(stock * number),
+            )
+        shown.add_section()
+    return shown
+
+
+def _merge_numbers(values: Iterable[int]) -> str:
+    """The values, or the least and the largest if there are many."""
+    found = sorted(set(values))
+    return ", ".join(map(str, found)) if len(found) <= 3 else f"{found[0]} – {found[-1]}"
+
+
+def _amount(count: int) -> str:
+    """Bytes with three digits: ``1.34 GB``."""
+    size, unit = float(count), 0
+    while size >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}" if size < 999.5 else f"{size:,.0f} {_UNITS[unit]}"
 
 
 def _table(adapter: Adapter, converted: bool) -> Table:

@@ -118,6 +118,9 @@ def _check_form(name: str, projection: Projection, form: NormalForm, max_rank: i
             raise AdapterError(
                 name, where, f"made for {found} {side} features, but the model has {expected}", _OTHER_MODEL
             )
+    if form.rotation is not None and projection.in_features % form.rotation.block:
+        problem = f"rotates blocks of {form.rotation.block} input features, which do not divide the model's"
+        raise AdapterError(name, where, f"{problem} {projection.in_features}", _OTHER_MODEL)
     beyond_lora = (form.shared, form.rotation, form.scale_delta, form.deferred, form.fold, form.base_sample)
     if projection.embedding and any(slot is not None for slot in beyond_lora):
         remedy = f"train without {projection.name} as target"

@@ -42,6 +42,15 @@ class PackedAdapter:
 
 
 @dataclass(frozen=True)
+class AdapterLayout:
+    """Where the parts of an adapter lie. ``elements``: of the block. ``rows``, ``bases``: as of ``PackedAdapter``."""
+
+    elements: int
+    rows: torch.Tensor
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PackedBasis:
     """A shared basis on the host. ``block``: as of an adapter, ``a`` then ``b``. ``row``: ``(BASIS_FIELDS,)`` int64."""
 
@@ -69,6 +78,29 @@ def pack_adapter(
     Raises ``ValueError`` for a slot that is still deferred, a part of the wrong shape, and a value that is not finite
     in ``dtype``.
     """
+    packer, rows, bases = _lay_out(adapter, forms, shift, sites, dtype)
+    return PackedAdapter(packer.block(), rows, bases)
+
+
+def lay_out_adapter(
+    adapter: str,
+    forms: Mapping[int, NormalForm],
+    shift: Mapping[int, torch.Tensor],
+    sites: Sequence[str],
+    dtype: torch.dtype,
+) -> AdapterLayout:
+    """The same without the block, so that only the shapes of the parts count, and which of them are one tensor."""
+    packer, rows, bases = _lay_out(adapter, forms, shift, sites, dtype)
+    return AdapterLayout(packer.elements, rows, bases)
+
+
+def _lay_out(
+    adapter: str,
+    forms: Mapping[int, NormalForm],
+    shift: Mapping[int, torch.Tensor],
+    sites: Sequence[str],
+    dtype: torch.dtype,
+) -> tuple[_Packer, torch.Tensor, tuple[str, ...]]:
     unknown = shift.keys() - forms.keys()
     if unknown:
         raise ValueError(f"adapter {adapter}: output shift for {sites[min(unknown)]}, which it does not adapt")
@@ -104,7 +136,7 @@ def pack_adapter(
             row[table.BIAS] = packer.add(f"{where}, output shift", shift[site], (form.out_features,))
 
     table_rows = torch.tensor(rows, dtype=torch.int64).reshape(len(sites), table.FIELDS)
-    return PackedAdapter(packer.block(), table_rows, tuple(bases))
+    return packer, table_rows, tuple(bases)
 
 
 def pack_basis(key: str, basis: Basis, dtype: torch.dtype) -> PackedBasis:
@@ -144,7 +176,7 @@ class _Packer:
         # Two sites of a fused projection may hold the same tensor, or slice it alike. The parts keep their sources
         # alive, so an address cannot come to mean another tensor.
         self._parts: dict[tuple[int, torch.Size, tuple[int, ...]], _Part] = {}
-        self._end = 0
+        self.elements = 0
 
     def add(self, name: str, source: torch.Tensor, shape: tuple[int, ...]) -> int:
         """The offset of the part, in elements; -1 for a part without elements (a pair of rank 0)."""
@@ -155,13 +187,13 @@ class _Packer:
         identity = (source.data_ptr(), source.shape, source.stride())
         if identity not in self._parts:
             alignment = PART_ALIGNMENT // self._dtype.itemsize
-            offset = -(-self._end // alignment) * alignment
+            offset = -(-self.elements // alignment) * alignment
             self._parts[identity] = _Part(name, source, offset)
-            self._end = offset + source.numel()
+            self.elements = offset + source.numel()
         return self._parts[identity].offset
 
     def block(self) -> torch.Tensor:
-        block = torch.zeros(self._end, dtype=self._dtype, pin_memory=torch.cuda.is_available())
+        block = torch.zeros(self.elements, dtype=self._dtype, pin_memory=torch.cuda.is_available())
 
         def place(part: _Part) -> None:
             packed = block[part.offset : part.offset + part.source.numel()]
