@@ -1,4 +1,5 @@
-"""The command ``scute``: what an adapter is, whether a server will serve it, and how to bring it into Scute's format.
+"""The command ``scute``: what an adapter is, whether a server will serve it and what that takes, and how to bring it
+into Scute's format.
 
 SGLang is never imported, and transformers only for a base model, so that a look at a file takes no longer than torch.
 """
@@ -197,8 +198,8 @@ def plan_command(
     bytes moved, kernels launched, and milliseconds by the byte model, which are rather the least than the mean. Last
     row: all adapters in one batch.
 
-    Second table: the memory of many adapters like each of these, with Scute; converted to LoRA, at the least rank that
-    computes the same; and in a stock SGLang server, which pads all of them to the largest rank.
+    Second table: the device memory of many adapters like each of these, with Scute; converted to LoRA, at the least
+    rank that computes the same; and as LoRA in a stock SGLang server, which pads them to the largest rank.
 
     docs/plan.md has the formula, and what it leaves out.
 
@@ -256,22 +257,22 @@ def _step_table(model: plan.Model, tenants: list[plan.Tenant], requests: int, gp
 
 
 def _memory_table(model: plan.Model, tenants: list[plan.Tenant], numbers: list[int]) -> Table:
-    """Rows for each number of adapters like each of these."""
-    shown = Table("adapters like", "rank as LoRA", title="device memory", title_justify="left")
+    """A section for each adapter, and one for all of them in turn; a row for each number of adapters like these."""
+    shown = Table("adapters like", "rank as LoRA")
     for heading in ("adapters", "Scute", "as LoRA", "stock, padded"):
         shown.add_column(heading, justify="right")
-    stock = plan.stock_slot_bytes(model, tenants)
-    for tenant in tenants:
-        ranks = ("min(in, out): " if tenant.full_rank else "") + _merge_numbers(tenant.lora_ranks.values())
-        for number in numbers:
-            first = number == numbers[0]
+    kinds = [(escape(tenant.name), [tenant]) for tenant in tenants]
+    for name, alike in [*kinds, ("all, in turn", tenants)] if len(tenants) > 1 else kinds:
+        ranks = "min(in, out): " if all(tenant.full_rank for tenant in alike) else ""
+        ranks += _merge_numbers(rank for tenant in alike for rank in tenant.lora_ranks.values())
+        for i, number in enumerate(numbers):
+            held = list(islice(cycle(alike), number))
             shown.add_row(
-                escape(tenant.name) if first else "",
-                ranks if first else "",
+                *((name, ranks) if i == 0 else ("", "")),
                 f"{number:,}",
-                _amount(plan.arena_bytes([tenant], number)),
-                _amount(tenant.lora * number),
-                _amount(stock * number),
+                _amount(plan.arena_bytes(held)),
+                _amount(sum(tenant.lora for tenant in held)),
+                _amount(number * plan.stock_slot_bytes(model, alike)),
             )
         shown.add_section()
     return shown

@@ -355,11 +355,11 @@ def _kernels(
 # --- memory of many tenants ------------------------------------------------------------------------------------------
 
 
-def arena_bytes(tenants: Iterable[Tenant], each: int = 1) -> int:
-    """Bytes of the arena for ``each`` adapters like every one of these, whose shared bases are the same."""
+def arena_bytes(tenants: Iterable[Tenant]) -> int:
+    """Bytes of the arena for one adapter like each of these, with numbers of its own, but the same shared bases."""
     tenants = list(tenants)
     bases = {key: size for tenant in tenants for key, size in tenant.bases.items()}
-    return each * sum(tenant.resident for tenant in tenants) + sum(bases.values())
+    return sum(tenant.resident for tenant in tenants) + sum(bases.values())
 
 
 def slot_bytes(model: Model) -> int:

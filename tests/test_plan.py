@@ -150,7 +150,7 @@ def test_a_shared_basis_counts_once(model: Model, tenants: dict[str, Tenant]) ->
     block = -(-2 * 3 * (8 + 48 + 8 + 16 + 8 + 16 + 8 + 32) // 256) * 256
     assert one.resident == two.resident == block
     assert arena_bytes([one, two]) == 2 * block + held
-    assert arena_bytes([one], each=1000) == 1000 * block + held
+    assert arena_bytes([one] * 1000) == 1000 * block + held
     assert set(one.lora_ranks.values()) == {7} and not one.full_rank
     assert one.lora == 3 * 2 * 7 * (30 + 42 + 2 * (30 + 14) + 52 + 30)
 
@@ -250,10 +250,16 @@ def test_table(config: Path, folders: dict[str, Path], model: Model, tenants: di
     output = run(config, *(folders[one.name] for one in chosen), "--gpu", "a6000", "--requests", 4, "--tenants", 500)
     assert "RTX A6000: 0.68 TB/s (measured)" in output
     step, memory = rows(output, "lora")
+    stock, mixed_stock = 5 * 3 * (3 * 30 + 70), 7 * 3 * (3 * 30 + 70 + 52 + 30)
     assert step[:4] == ["lora", "LoRA", "3, 5", "1,792"] and step[4:6] == [f"{2 * 2 * 436:,}", "28"]
-    assert memory == ["lora", "3, 5", "500", "896 KB", "872 KB", f"{7 * 2 * 726 * 500 / 1e6:.3g} MB"]
+    assert memory == ["lora", "3, 5", "500", "896 KB", "872 KB", f"{2 * stock * 500 / 1e6:.3g} MB"]
+    (memory,) = rows(output, "all, in turn")  # 167 like each of the first two, 166 like the third
+    arena = 167 * (1792 + 1024) + 166 * 1024 + 1536
+    loras = 167 * 1744 + 333 * tenants["vera"].lora
+    assert memory[1:4] == ["3, 5, 7", "500", f"{arena / 1e3:.3g} KB"]
+    assert memory[4:] == [f"{loras / 1e6:.3g} MB", f"{2 * mixed_stock * 500 / 1e6:.3g} MB"]
     assert rows(output, "vera")[0][1:4] == ["VeRA", "7 shared", "1,024"]
-    (mixed,) = rows(output, "all")
+    mixed = rows(output, "all ")[0]
     expected = decode_step(model, [*chosen, chosen[0]], GPUS["a6000"])
     assert mixed[1:] == [
         *("4 requests", "", f"{1792 + 2 * 1024 + 1536:,}"),
