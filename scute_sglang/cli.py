@@ -215,7 +215,7 @@ def plan_command(
         served = plan.Model.of(base.projections)
         for folder in folders:
             adapter, of_adapter = _checked(folder, base)
-            found.append(plan.Tenant.of(folder.resolve().name, adapter, base, served))
+            found.append(plan.Tenant.of(folder.resolve().name, adapter, served))
             notes += [f"{found[-1].name}: {note}" for note in [*adapter.notes, *of_adapter]]
             if found[-1].folds:
                 notes.append(

@@ -30,7 +30,7 @@ from scute_converter.normal_form import Adapter, NormalForm, Pair
 from scute_converter.sharding import shard
 from scute_kernels import table
 from scute_sglang.arena import Arena
-from scute_sglang.base_folder import BaseFolder, BaseProjection
+from scute_sglang.base_folder import BaseProjection
 from scute_sglang.convert import with_sizes
 from scute_sglang.packing import AdapterLayout, lay_out_adapter, pack_basis
 
@@ -100,9 +100,10 @@ class Module:
 
 @dataclass(frozen=True)
 class Model:
-    """``modules``: in the order of their numbers. ``sites``: names of the sites. ``places``: of each projection that
-    adapters may name, its sites with the output features of the projection that they compute."""
+    """``projections``: what adapters may name. ``modules``: in the order of their numbers. ``sites``: names of the
+    sites. ``places``: of each projection, its sites with the output features of the projection that they compute."""
 
+    projections: Mapping[str, BaseProjection]
     modules: tuple[Module, ...]
     sites: tuple[str, ...]
     places: Mapping[str, tuple[tuple[int, Range], ...]]
@@ -125,7 +126,7 @@ class Model:
             places[path] = tuple((len(sites) + i, rows) for i, rows in enumerate(ends))
             places |= {name: ((len(sites) + i, (0, widths[i])),) for i, name in enumerate(names)}
             sites += names
-        return cls(tuple(modules), tuple(sites), places)
+        return cls(projections, tuple(modules), tuple(sites), places)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -170,15 +171,15 @@ class Tenant:
     folds: bool
 
     @classmethod
-    def of(cls, name: str, adapter: Adapter, base: BaseFolder, model: Model) -> Tenant:
-        """``adapter``: one that fits ``base`` (``fit.check``). Raises ValueError as ``pack_adapter`` does."""
+    def of(cls, name: str, adapter: Adapter, model: Model) -> Tenant:
+        """``adapter``: one that fits the model (``fit.check``)."""
         forms: dict[int, NormalForm] = {}
         shifts: dict[int, torch.Tensor] = {}
         first_rows: dict[int, int] = {}
         ranks: dict[str, int] = {}
         lora = 0
         for path, stored in adapter.forms.items():
-            projection = base.projections[path]
+            projection = model.projections[path]
             form = _as_served(with_sizes(stored, projection))
             shift = _has_shift(stored, projection.has_bias)
             for site, rows in model.places[path]:

@@ -88,7 +88,7 @@ def model(base: BaseFolder) -> Model:
 
 def tenant(folder: Path, base: BaseFolder) -> Tenant:
     adapter = load(folder, folder.name, base.shapes, base.dtype)
-    return Tenant.of(folder.name, adapter, base, Model.of(base.projections))
+    return Tenant.of(folder.name, adapter, Model.of(base.projections))
 
 
 @pytest.fixture(scope="module")
