@@ -204,7 +204,7 @@ class Tenant:
             lora_ranks=ranks,
             lora=lora * SERVED.itemsize,
             full_rank=any(_changes_at_full_rank(form) for form in forms.values()),
-            folds=any(form.fold is not None and form.fold.rank for form in adapter.forms.values()),
+            folds=any(map(_pair_waits, adapter.forms.values())),
         )
 
 
@@ -217,12 +217,16 @@ def _as_served(form: NormalForm) -> NormalForm:
     """The form with parts of the shapes that they have once nothing waits for the base weight; their numbers are
     undefined."""
     pair, scale = form.pair, form.scale_delta
-    if form.fold is not None and form.fold.rank:
+    if form.fold is not None and _pair_waits(form):
         rank = form.fold.rank
         pair = Pair(torch.empty(rank, form.in_features), torch.empty(rank, form.out_features))
     if form.deferred is not None:
         scale = torch.empty(form.out_features)
     return replace(form, pair=pair, scale_delta=scale, fold=None, deferred=None, base_sample=None)
+
+
+def _pair_waits(form: NormalForm) -> bool:
+    return form.fold is not None and not isinstance(form.fold, WeightToBias)
 
 
 def _has_shift(form: NormalForm, base_bias: bool) -> bool:

