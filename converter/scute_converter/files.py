@@ -4,7 +4,6 @@ them is executed, followed out of the folder, or believed about how much memory 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import pickletools
 import stat
@@ -15,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import safetensors.torch
 import torch
 
 from scute_converter.errors import AdapterError
@@ -111,25 +110,28 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors in a file of the folder, mapped from a copy of it in memory."""
-    with _copied(adapter, folder, name) as copy:
-        try:
-            with safetensors.safe_open(copy, framework="pt") as opened:
-                return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a mapping)
-        except (OSError, OverflowError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
-            raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
+    """The tensors in a file of the folder.
+
+    Not by ``safe_open``: in safetensors 0.8.0 its ``get_tensor`` keeps an integer or two for ever, of every tensor.
+    """
+    content = _read(adapter, folder, name)
+    try:
+        return safetensors.torch.load(content)
+    except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
 
 
 def _read_bin(adapter: str, folder: Path) -> dict[str, torch.Tensor]:
     """The same for what ``torch.save`` wrote since torch 1.6."""
-    with _copied(adapter, folder, BIN) as copy:
+    content = _read(adapter, folder, BIN)
+    with _in_memory(content) as file:
         try:
-            _check_archive(copy)
-            tensors = torch.load(copy, map_location="cpu", weights_only=True, mmap=True)
+            _check_archive(file)
+            # Mapped, the storages end where the file does, whatever the pickle says of them.
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # a broken pickle raises whatever it likes
             problem = f"is broken, cut off, or more than tensors ({error})"
             raise AdapterError(adapter, BIN, problem, _AS_SAFETENSORS) from error
-        size = os.path.getsize(copy)
     if not isinstance(tensors, dict) or not all(
         isinstance(key, str) and isinstance(tensor, torch.Tensor) for key, tensor in tensors.items()
     ):
@@ -138,8 +140,10 @@ def _read_bin(adapter: str, folder: Path) -> dict[str, torch.Tensor]:
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             problem = f"{tuple(tensor.shape)} is larger than what is stored of it"
             raise AdapterError(adapter, f"tensor {key}", problem, "save a contiguous copy of it")
-    if (total := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > _MOST_SHARING * size:
-        problem = f"its tensors share storages: they take {total} bytes, and the file has {size}"
+    if (total := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > _MOST_SHARING * len(
+        content
+    ):
+        problem = f"its tensors share storages: they take {total} bytes, and the file has {len(content)}"
         raise AdapterError(adapter, BIN, problem, _AS_SAFETENSORS)
     return tensors
 
@@ -193,34 +197,31 @@ def _opened(adapter: str, folder: Path, name: str) -> Iterator[FileIO]:
         yield file
 
 
-@contextmanager
-def _copied(adapter: str, folder: Path, name: str) -> Iterator[str]:
-    """The path of a copy of the file in memory, which tensors may be mapped from: they keep it after this.
+def _read(adapter: str, folder: Path, name: str) -> bytes:
+    """The content of a file of the folder.
 
     A tensor mapped from the file itself would end the process (SIGBUS) if the disk fails, or somebody writes a shorter
     file, before it is read.
     """
     with _opened(adapter, folder, name) as file:
-        copy = os.memfd_create(name)
         try:
-            try:
-                _read_into(copy, file)
-            except (OSError, ValueError) as error:
-                raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
-            yield f"/proc/self/fd/{copy}"
-        finally:
-            os.close(copy)
+            return _read_all(file)
+        except OSError as error:
+            raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
 
 
-def _read_into(copy: int, file: FileIO) -> None:
+def _read_all(file: FileIO) -> bytes:
     size = os.fstat(file.fileno()).st_size
-    if size == 0:
-        return  # which cannot be mapped
-    os.ftruncate(copy, size)
-    with mmap.mmap(copy, size) as mapped, memoryview(mapped) as target:
-        done = 0
-        while done < size:
-            read = file.readinto(target[done:])
-            if not read:
-                raise OSError(f"it ended after {done} of {size} bytes")
-            done += read
+    content = file.readall()
+    if len(content) < size:
+        raise OSError(f"it ended after {len(content)} of {size} bytes")
+    return content
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """The path of a file in memory, which tensors may be mapped from: they keep it after this."""
+    with open(os.memfd_create("content"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
