@@ -54,6 +54,7 @@ ODD = {
     "vera_other": Recipe(vera(r=9, target_modules=["v_proj", "down_proj"]), 5),
     "ia3": Recipe(ia3(), 6),
     "oft": Recipe(oft(oft_block_size=6, target_modules=["q_proj", "v_proj"]), 7),
+    "one": Recipe(lora(r=2, target_modules=["o_proj"], layers_to_transform=[1]), 9),
     "ends": Recipe(lora(r=2, target_modules=["embed_tokens", "lm_head"]), 8),
 }
 H200 = GPUS["h200"]
@@ -292,11 +293,7 @@ def test_what_does_not_fit_is_refused_as_by_inspect(
     adapter.mkdir()
     match case:
         case "wrong shape":
-            base, adapter, reason = (
-                llama,
-                folders["ends"],
-                "put features, but the model has 72",
-            )
+            base, adapter, reason = llama, folders["one"], "made for 42 input features, but the model has 120"
         case "rotation":
             fields = {"peft_type": "OFT", "block_share": True, "use_cayley_neumann": False, "oft_block_size": 7}
             (adapter / "adapter_config.json").write_text(json.dumps(fields))
