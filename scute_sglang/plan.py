@@ -32,6 +32,7 @@ from scute_kernels import table
 from scute_sglang.arena import Arena
 from scute_sglang.base_folder import BaseProjection
 from scute_sglang.convert import with_sizes
+from scute_sglang.fit import SLICE_NAMES
 from scute_sglang.packing import AdapterLayout, lay_out_adapter, pack_basis
 
 # --- constants: measure them anew for another GPU or other kernels ---------------------------------------------------
@@ -96,6 +97,11 @@ class Module:
     widths: tuple[int, ...]
     first_site: int
     embedding: bool = False
+
+    @property
+    def slices(self) -> int:
+        """As SGLang computes it, also where Hugging Face itself fuses them."""
+        return max(len(self.widths), len(SLICE_NAMES.get(kind(self.name), ())))
 
 
 @dataclass(frozen=True)
@@ -349,10 +355,9 @@ def _kernels(
     kernels = [(shrink * size, 0.0), expand_kernel]
     if rotates:
         rotation = sum(parts.rotate for parts in adapters)
-        slices = len(module.widths)
-        copies = batch * module.in_features * (1 + slices)  # the inputs read, and written for each slice
+        copies = batch * module.in_features * (1 + module.slices)  # the inputs read, and written for each slice
         kernels.append(((rotation + copies) * size, IN_LINE if rotation else LAUNCH))
-        if slices > 1:  # each slice takes its columns of the base GEMM
+        if module.slices > 1:  # each slice takes its columns of the base GEMM
             kernels.append((2 * batch * sum(module.widths) * size, LAUNCH))
     return kernels
 
@@ -382,7 +387,7 @@ def stock_slot_bytes(model: Model, tenants: Iterable[Tenant]) -> int:
     rank = max(rank for tenant in tenants for rank in tenant.lora_ranks.values())
     adapted = {kind(model.modules[number].name) for tenant in tenants for number in tenant.parts}
     features = sum(
-        len(module.widths) * module.in_features + sum(module.widths)
+        module.slices * module.in_features + sum(module.widths)
         for module in model.modules
         if kind(module.name) in adapted
     )

@@ -229,6 +229,20 @@ def test_stock_pads_everything_to_the_largest_rank(model: Model, tenants: dict[s
     assert slot_bytes(model) == (3 * 7 + 2) * 12 * 8
 
 
+def test_a_module_that_hugging_face_fuses_has_the_slices_of_sglang(tmp_path: Path) -> None:
+    """Phi-3, in two layers from 72 to 72 + 24 + 24, 72 to 72, 72 to 192 + 192 and 192 to 72."""
+    write_model(tmp_path / "base", "phi3")
+    recipe = Recipe(oft(oft_block_size=6, target_modules=["qkv_proj"]), 1)
+    recipe.write(tmp_path / "oft", tmp_path / "base")
+    base = BaseFolder.open(str(tmp_path / "base"))
+    model, rotated = Model.of(base.projections), tenant(tmp_path / "oft", base)
+    inputs = 2 * (72 * 4 + 72 * 2 + 72 * 3 + 192 * 2) + 72 * 2
+    columns = 2 * 2 * (120 + 384)
+    step = decode_step(model, [rotated], H200)
+    assert (step.moved, step.launches) == (2 * (2 * 12 * 6 * 6 + inputs + columns), 2 * 10 + 9 + 2 * 2)
+    assert stock_slot_bytes(model, [rotated]) == 2 * 72 * 2 * (3 * 72 + 120)
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *EVERY_METHOD])
 def test_bytes_are_those_that_the_server_packs(name: str, llama: Path, adapters: dict[str, Path]) -> None:
     """The same adapter with everything worked out from the real weights, and packed as a server does."""
