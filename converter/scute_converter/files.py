@@ -116,9 +116,10 @@ def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.T
     """
     content = _read(adapter, folder, name)
     try:
-        return safetensors.torch.load(content)
+        tensors = safetensors.torch.load(content)
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
+    return {key: tensors[key] for key in sorted(tensors)}  # it returns them in another order every time
 
 
 def _read_bin(adapter: str, folder: Path) -> dict[str, torch.Tensor]:
