@@ -26,6 +26,7 @@ import triton
 import scute_kernels
 from scute_kernels import launch, table
 from scute_kernels.expand import reference as expand_reference
+from scute_kernels.plan import most_tiles, tile_rows
 from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.shrink import reference as shrink_reference
 from shapes import MODELS, ModelShape, Module
@@ -83,13 +84,14 @@ class Bench:
 
         groups = [0 if method.rank == 0 and method.block <= 1 else -1] * self.slots
         packed = scute_kernels.build_plan(range(self.slots), [phase.rows] * self.slots, groups, self.rows).cuda()
-        plan = scute_kernels.view_plan(packed, self.rows)
-        plan_arguments = (plan.row_slot, plan.order, plan.tiles, plan.tile_rows)
+        tiles = most_tiles(self.rows, tile_rows(self.rows), self.slots)
+        plan = scute_kernels.view_plan(packed, self.rows, self.table.new_empty(tiles, *self.table.shape[1:]))
+        plan_arguments = (plan.row_slot, plan.order, plan.tiles, plan.tile_rows, plan.routes)
+        ops.route(*plan_arguments, self.table)
         self.common = (*plan_arguments, self.arena, self.table, self.bases, self.origins)
 
         max_rank = max(method.rank, method.basis_rank)
-        shape = (self.rows, plan.tile_rows, module.in_features, self.n_slices)
-        split = launch.shrink_split(*shape, max_rank) if max_rank else 1
+        split = launch.shrink_split(self.rows, dtype, module.in_features) if max_rank else 1
         self.x = torch.randn(self.rows, module.in_features, dtype=dtype, device="cuda")
         self.h = torch.randn(self.rows, self.offsets[-1], dtype=dtype, device="cuda")
         self.v = torch.zeros(split, self.rows, self.n_slices, method.rank, device="cuda")

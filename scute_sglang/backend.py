@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,10 +21,15 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 from scute_kernels.expand import expand
 from scute_kernels.launch import shrink_split
 from scute_kernels.lookup import lookup
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, packed_size, view_plan
+from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, packed_size, view_plan
 from scute_kernels.rotate import rotate
+from scute_kernels.route import route
+from scute_kernels.shared_expand import shared_expand
+from scute_kernels.shared_route import shared_route
+from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
-from scute_patches.decode_cuda_graph_runner import ROTATE_VARIANT
+from scute_kernels.table import FIELDS, SHARED_FIELDS
+from scute_patches.decode_cuda_graph_runner import OWN_VARIANT, ROTATE_VARIANT
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
@@ -31,18 +37,49 @@ if TYPE_CHECKING:
     from scute_sglang.sites import SiteMap
 
 
+# Most rows of a tile where a tile is more than one row: 16 is the least that a tensor core multiplies; 64 in prefill,
+# so that a row of a and b is read for many rows.
+DECODE_TILE_ROWS = 16
+PREFILL_TILE_ROWS = 64
+MOST_DECODE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The two plans of a forward, see ``scute_kernels.plan``."""
+
+    own: BatchPlan
+    grouped: BatchPlan
+
+    def of(self, rows: int, slots: int) -> Plans:
+        """As the kernels of a forward or graph of ``rows`` rows see them: with no more tiles than they can need, as the
+        rest of a static plan is dead for them, and with tiles of one row if they are few."""
+
+        def part(plan: BatchPlan, tile_rows: int) -> BatchPlan:
+            tiles = most_tiles(rows, plan.tiles.shape[2], slots)
+            return dataclasses.replace(
+                plan, tiles=plan.tiles[:, :tiles], tile_rows=tile_rows, routes=plan.routes[:tiles]
+            )
+
+        own_tile_rows = 1 if rows <= FEW_ROWS else self.own.tile_rows
+        return Plans(part(self.own, own_tile_rows), part(self.grouped, self.grouped.tile_rows))
+
+
 @dataclass
 class Batch:
     """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
 
     ``adapters``: those of its requests. ``has_active_lora``, ``is_prefill``, ``use_cuda_graph``: SGLang reads them.
+    ``beside``: whether what does not depend on the base layer runs on a second stream beside it: in decode, where the
+    base layer waits for memory; in prefill it leaves no multiprocessor idle.
     What an eager forward needs is worked out when its first layer asks; a replayed decode graph never does.
     """
 
-    plan: BatchPlan
+    plans: Plans
     adapters: list[LoadedAdapter]
     use_cuda_graph: bool
     is_prefill: bool
+    beside: bool
 
     @property
     def has_active_lora(self) -> bool:
@@ -55,12 +92,17 @@ class Batch:
 
     @cached_property
     def own(self) -> frozenset[int]:
-        """Layers at which an adapter has an own pair."""
+        """Layers at which an adapter has an own part."""
         return frozenset().union(*(adapter.own for adapter in self.adapters))
 
     @cached_property
+    def own_pairs(self) -> frozenset[int]:
+        """Layers at which an adapter has an own pair."""
+        return frozenset().union(*(adapter.own_pairs for adapter in self.adapters))
+
+    @cached_property
     def shared(self) -> frozenset[int]:
-        """Layers at which an adapter has a pair of a shared basis."""
+        """Layers at which an adapter has a shared basis."""
         return frozenset().union(*(adapter.shared for adapter in self.adapters))
 
     @cached_property
@@ -70,17 +112,34 @@ class Batch:
 
     @cached_property
     def max_rank(self) -> int:
-        """The largest rank of a pair: the rank stride of an eager forward's scratch."""
+        """The largest rank of an own pair: the rank stride of an eager forward's scratch."""
         return max(adapter.max_rank for adapter in self.adapters)
+
+    @cached_property
+    def max_shared_rank(self) -> int:
+        """The same of shared bases."""
+        return max(adapter.max_shared_rank for adapter in self.adapters)
 
 
 @dataclass(frozen=True)
 class HeadBatch:
     """The rows that reach the output head of an extend batch: SGLang prunes them before the head."""
 
-    plan: BatchPlan
+    plans: Plans
     expected_tokens: int
     use_cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Device memory of the two plans of up to ``rows`` rows: what ``build_plan`` packs of both, and their routes.
+    ``width``: places of a tile."""
+
+    rows: int
+    width: int
+    packed: torch.Tensor
+    routes: torch.Tensor
+    shared_routes: torch.Tensor
 
 
 class ScuteLoRABackend(BaseLoRABackend):
@@ -99,9 +158,9 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs) -> None:
         super().__init__(max_loras_per_batch, device)
-        self._decode_plan: torch.Tensor | None = None
-        self._decode_rows = 0
-        self._prefill_plan: torch.Tensor | None = None
+        self._decode_memory: PlanMemory | None = None
+        self._prefill_memory: PlanMemory | None = None
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
@@ -110,17 +169,29 @@ class ScuteLoRABackend(BaseLoRABackend):
     # --- the batch -------------------------------------------------------------------------------------------------
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
-        self._decode_rows = max_bs_in_cuda_graph * num_tokens_per_req
-        self._decode_plan = self._static_plan(self._decode_rows)
+        self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_TILE_ROWS)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
         self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
-        self._prefill_plan = self._static_plan(max_num_tokens)
+        self._prefill_memory = self._static_memory(max_num_tokens, PREFILL_TILE_ROWS)
 
-    def _static_plan(self, rows: int) -> torch.Tensor:
-        """A plan that graphs may hold: all base rows until a batch is written into it."""
-        return build_plan([], [], [-1] * self.max_loras_per_batch, rows).to(self.device)
+    def _static_memory(self, rows: int, width: int) -> PlanMemory:
+        """Plans that graphs may hold: all base rows until a batch is written into them."""
+        memory = self._plan_memory(rows, width)
+        self._fill([], [], memory)
+        return memory
+
+    def _plan_memory(self, rows: int, width: int) -> PlanMemory:
+        slots, sites, _ = self.pool.table.shape
+        tiles = most_tiles(rows, width, slots)
+        return PlanMemory(
+            rows=rows,
+            width=width,
+            packed=torch.empty(2, packed_size(rows, width, slots), dtype=torch.int32, device=self.device),
+            routes=self.pool.table.new_empty(tiles, sites, FIELDS),
+            shared_routes=self.pool.table.new_empty(tiles, sites, SHARED_FIELDS),
+        )
 
     def prepare(
         self, forward_batch: ForwardBatch, slots: Sequence[int], decode_graph: bool, prefill_graph: bool
@@ -129,34 +200,46 @@ class ScuteLoRABackend(BaseLoRABackend):
         static plan of the graph family if one replays, else into a new one."""
         counts = row_counts(forward_batch)
         if decode_graph:
-            assert self._decode_plan is not None
-            plan = self._fill(slots, counts, self._decode_rows, self._decode_plan)
+            assert self._decode_memory is not None
+            plans = self._fill(slots, counts, self._decode_memory)
         elif prefill_graph:
-            assert self._prefill_plan is not None and self.prefill_cuda_graph_max_tokens is not None
-            plan = self._fill(slots, counts, self.prefill_cuda_graph_max_tokens, self._prefill_plan)
+            assert self._prefill_memory is not None
+            plans = self._fill(slots, counts, self._prefill_memory)
         else:
-            plan = self._fill(slots, counts, sum(counts))
+            plans = self._eager_plans(slots, counts)
         mode = forward_batch.forward_mode
         self.batch_info = Batch(
-            plan=plan,
+            plans=plans,
             adapters=[self.pool.resident(slot) for slot in set(slots) if slot >= 0],
             use_cuda_graph=decode_graph or prefill_graph,
             is_prefill=mode.is_extend() and not mode.is_cuda_graph(),
+            beside=mode.is_decode() and self._side_stream is not None,
         )
         self._prepare_head(forward_batch, slots)
 
-    def _fill(
-        self, slots: Sequence[int], counts: Sequence[int], rows: int, into: torch.Tensor | None = None
-    ) -> BatchPlan:
-        groups = self.pool.groups({slot for slot in slots if slot >= 0})
+    def _eager_plans(self, slots: Sequence[int], counts: Sequence[int]) -> Plans:
+        rows = sum(counts)
+        width = DECODE_TILE_ROWS if rows <= MOST_DECODE_ROWS else PREFILL_TILE_ROWS
+        return self._fill(slots, counts, self._plan_memory(rows, width))
+
+    def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
+        live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
+        own = [slot if slot >= 0 and live[slot].own else -1 for slot in slots]
+        grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
-        host = torch.empty(packed_size(rows, len(groups)), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        build_plan(slots, counts, groups, rows, out=host)
-        if into is None:
-            into = host.to(self.device, non_blocking=True)
-        else:
-            into.copy_(host, non_blocking=True)
-        return view_plan(into, rows)
+        host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
+        build_plan(own, counts, apart, rows, width, 1 if sum(counts) <= FEW_ROWS else width, out=host[0])
+        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, out=host[1])
+        memory.packed.copy_(host, non_blocking=True)
+        plans = Plans(
+            view_plan(memory.packed[0], rows, width, memory.routes),
+            view_plan(memory.packed[1], rows, width, memory.shared_routes),
+        )
+        route(plans.own.tiles, plans.own.routes, self.pool.table)
+        tables = (self.pool.table, self.pool.bases, self.pool.origins)
+        shared_route(plans.grouped.tiles, plans.grouped.routes, *tables)
+        return plans
 
     def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:
         """Plans for the pruned rows of the output head, whole and per pass, if an adapter of the batch adapts it."""
@@ -164,12 +247,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         pruned = get_lm_head_pruned_lens(forward_batch)
         if pruned is None or not self.touches(self.site_map.head):
             return
-        self.lm_head_batch_info = HeadBatch(self._fill(slots, pruned, sum(pruned)), sum(pruned))
+        self.lm_head_batch_info = HeadBatch(self._eager_plans(slots, pruned), sum(pruned))
         pass_rows = envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
         if envs.SGLANG_ENABLE_LOGPROB_CHUNK.get() and sum(pruned) > pass_rows:
             segments = build_lm_head_pass_segments(list(slots), pruned, pass_rows)
             self.lm_head_pass_batch_infos = [
-                HeadBatch(self._fill(owners, lengths, sum(lengths)), sum(lengths)) for owners, lengths in segments
+                HeadBatch(self._eager_plans(owners, lengths), sum(lengths)) for owners, lengths in segments
             ]
 
     def touches(self, module_index: int) -> bool:
@@ -220,37 +303,51 @@ class ScuteLoRABackend(BaseLoRABackend):
         """
         batch = self.batch_info
         assert batch is not None
-        plan = batch.plan if pruned is None else pruned.plan
         # A graph serves every later batch of its variant, so it holds every operator of it; an eager forward runs only
         # what its adapters need here.
-        capturing = get_is_capture_mode()
+        capturing, variant = get_is_capture_mode(), get_capture_lora_variant()
+        index = layer.module_index
+        own = capturing or index in batch.own
+        own_pairs = capturing or index in batch.own_pairs
+        shared = variant != OWN_VARIANT if capturing else index in batch.shared
+        rotates = variant == ROTATE_VARIANT if capturing else index in batch.rotated
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
-        live = plan_of(plan, rows, self.max_loras_per_batch)
-        max_rank = self.max_rank if capturing else batch.max_rank
-        memory = (self.pool.arena.tensor, self.pool.table, self.pool.bases, self.pool.origins)
-        plan_and_memory = (live.row_slot, live.order, live.tiles, live.tile_rows, *memory)
+        plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
+        arena, table = self.pool.arena.tensor, self.pool.table
+        own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
+        grouped_plan = (plans.grouped.tiles, plans.grouped.routes, arena, table)
+        site, slice_offsets = layer.first_site, list(layer.slice_offsets)
 
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, max_rank), dtype=torch.float32)
-            lookup(x, *plan_and_memory, layer.first_site, layer.vocab_size, v)
-            expand(output, v, v.new_empty(0), *plan_and_memory, layer.first_site, list(layer.slice_offsets))
+            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=torch.float32)
+            lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
+            expand(output, v, *own_plan, site, slice_offsets)
             return output
 
-        rotates = get_capture_lora_variant() == ROTATE_VARIANT if capturing else layer.module_index in batch.rotated
-        output = self._rotated_base(layer, x, base, plan_and_memory) if rotates else base(x)
-        adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
-        x = x[:, : layer.in_features]
-        own = capturing or layer.module_index in batch.own
-        shared = capturing or layer.module_index in batch.shared
+        real = x[:, : layer.in_features]
         v = u = x.new_empty(0, dtype=torch.float32)
-        if own or shared:
-            split = shrink_split(rows, plan.tile_rows, x.shape[1], n_slices, max_rank) if x.is_cuda else 1
-            scratch = (split, rows, n_slices, max_rank)
-            v = x.new_empty(scratch if own else 0, dtype=torch.float32)
-            u = x.new_empty(scratch if shared else 0, dtype=torch.float32)
-            shrink(x, *plan_and_memory, layer.first_site, v, u)
-        expand(adapted, v, u, *plan_and_memory, layer.first_site, list(layer.slice_offsets))
+        if own_pairs:
+            split = shrink_split("shrink", rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            v = x.new_empty((split, rows, n_slices, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
+        if shared:
+            split = shrink_split("shared_shrink", rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            max_rank = self.max_rank if capturing else batch.max_shared_rank
+            u = x.new_empty((split, rows, n_slices, max_rank), dtype=u.dtype)
+        side = self._side_stream if batch.beside else None
+        with on_stream(side):
+            if own_pairs:
+                shrink(real, *own_plan, site, v)
+            if shared:
+                shared_shrink(real, *grouped_plan, site, u)
+        output = self._rotated_base(layer, x, base, plans.grouped) if rotates else base(x)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+        adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
+        if own:
+            expand(adapted, v, *own_plan, site, slice_offsets)
+        if shared:
+            shared_expand(adapted, u, *grouped_plan, site, slice_offsets)
         return output
 
     def _rotated_base(
@@ -258,14 +355,15 @@ class ScuteLoRABackend(BaseLoRABackend):
         layer: ScuteLayer,
         x: torch.Tensor,
         base: Callable[[torch.Tensor], torch.Tensor],
-        plan_and_memory: tuple,
+        plan: BatchPlan,
     ) -> torch.Tensor:
         """The base layer on the transformed inputs. Each slice has its own, so the inputs of all slices are rows of one
         base GEMM, which reads the weight once; the columns that a row is not for are computed in vain."""
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         real = x[:, : layer.in_features]
         rotated = x.new_empty((n_slices, rows, real.shape[1]))
-        rotate(real, *plan_and_memory, layer.first_site, rotated)
+        memory = (self.pool.arena.tensor, self.pool.table)
+        rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, rotated)
         if real.shape[1] != x.shape[1]:
             rotated = torch.nn.functional.pad(rotated, (0, x.shape[1] - real.shape[1]))
         output = base(rotated.view(n_slices * rows, -1))
@@ -285,6 +383,12 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
     return [per_request] * (rows // per_request if per_request else 0)
 
 
-def plan_of(plan: BatchPlan, rows: int, slots: int) -> BatchPlan:
-    """The plan with no more tiles than ``rows`` rows can need: the rest of a static plan is dead for them."""
-    return dataclasses.replace(plan, tiles=plan.tiles[: most_tiles(rows, plan.tile_rows, slots)])
+@contextmanager
+def on_stream(side: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launches within go to ``side``, after what the current stream holds so far; ``None``: to the current stream."""
+    if side is None:
+        yield
+        return
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield

@@ -75,7 +75,7 @@ class ScuteLayer(BaseLayerWithLoRA):
         return layer.quant_method.apply(layer, x, None if layer.skip_bias_add else layer.bias)
 
     def start_lora_a_overlap(self, x: torch.Tensor) -> None:
-        """SGLang's hook for a side stream; Scute has none yet."""
+        """SGLang's hook for its side stream; Scute starts its own in ``ScuteLoRABackend.adapted``."""
 
 
 class ScuteColumnParallelLinear(ScuteLayer, ColumnParallelLinearWithLoRA):

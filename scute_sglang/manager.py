@@ -361,8 +361,16 @@ class ScuteLoRAManager(LoRAManager):
 
     def rotates(self, forward_batch: ForwardBatch) -> bool:
         """Whether an adapter of the batch transforms inputs."""
-        uids = {uid for uid in forward_batch.lora_ids or [] if uid is not None}
-        return any(self.loras[uid].rotated for uid in uids)
+        return any(self.loras[uid].rotated for uid in uids_of(forward_batch))
+
+    def shares(self, forward_batch: ForwardBatch) -> bool:
+        """Whether an adapter of the batch has a shared basis."""
+        return any(self.loras[uid].shared for uid in uids_of(forward_batch))
+
+
+def uids_of(forward_batch: ForwardBatch) -> set[str]:
+    """The adapters of a batch."""
+    return {uid for uid in forward_batch.lora_ids or [] if uid is not None}
 
 
 def drop_replicas(held: torch.Tensor, ranges: list[list[tuple[Range, Range]]], rank: int) -> None:

@@ -42,7 +42,7 @@ class LoadedAdapter:
         return frozenset(self.module_of_site[site] for site in sites.nonzero().flatten().tolist())
 
     @cached_property
-    def own(self) -> frozenset[int]:
+    def own_pairs(self) -> frozenset[int]:
         """Layers at which it has an own pair."""
         return self._layers(self.packed.rows[:, table.RANK] > 0)
 
@@ -57,27 +57,35 @@ class LoadedAdapter:
         return self._layers(self.packed.rows[:, table.BLOCK] > 0)
 
     @cached_property
+    def own(self) -> frozenset[int]:
+        """Layers at which it has an own part: a pair, a scale or a shift."""
+        rows = self.packed.rows
+        return self.own_pairs | self._layers((rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0))
+
+    @cached_property
     def touched(self) -> frozenset[int]:
         """Layers at which it has any part."""
-        rows = self.packed.rows
-        vectors = self._layers((rows[:, table.SCALE] >= 0) | (rows[:, table.BIAS] >= 0))
-        return self.own | self.shared | self.rotated | vectors
+        return self.own | self.shared | self.rotated
 
     @cached_property
     def max_rank(self) -> int:
-        """Of any pair, own or shared."""
-        shared = [int(basis.row[table.BASIS_RANK]) for basis in self.bases.values()]
-        return max(int(self.packed.rows[:, table.RANK].max()), *shared, 0)
+        """Of any own pair."""
+        return max(int(self.packed.rows[:, table.RANK].max()), 0)
+
+    @cached_property
+    def max_shared_rank(self) -> int:
+        """Of any shared basis."""
+        return max((int(basis.row[table.BASIS_RANK]) for basis in self.bases.values()), default=0)
 
     @cached_property
     def group(self) -> Hashable | None:
-        """Adapters with equal groups may share tiles of the batch plan; ``None``: it shares with no other.
+        """Adapters with equal groups may share tiles of the grouped plan; ``None``: it shares with no other.
 
-        They must have no own pairs and, wherever they have a shared one, the same basis. A rotation with blocks is read
-        once for a tile of one adapter, so those share neither.
+        They must have the same basis wherever they have one. A rotation with blocks is read once for a tile of one
+        adapter, so those share none.
         """
         rows, bases = self.packed.rows, self.packed.bases
-        if (rows[:, table.RANK] > 0).any() or (rows[:, table.BLOCK] > 1).any():
+        if (rows[:, table.BLOCK] > 1).any():
             return None
         if len(bases) <= 1:
             return bases
@@ -182,7 +190,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
         return self._resident[self.buffer_id_to_uid[slot]]
 
     def groups(self, slots: Collection[int]) -> list[int]:
-        """For ``build_plan``: of each slot a number, equal for those whose adapters share tiles, else ``-1``."""
+        """For the grouped plan: of each slot a number, equal for those whose adapters share tiles, else ``-1``."""
         numbers: dict[Hashable, int] = {}
         groups = [-1] * self.max_loras_per_batch
         for slot in slots:

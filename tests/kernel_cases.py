@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
 
-from scute_kernels.plan import BatchPlan, build_plan, view_plan
+from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.route.reference import route
+from scute_kernels.shared_route.reference import shared_route
 from scute_kernels.table import (
     BASIS,
     BASIS_A,
@@ -27,6 +29,8 @@ from scute_kernels.table import (
     RANK,
     ROTATION,
     SCALE,
+    SHARED_BASIS,
+    SHARED_FIELDS,
     A,
     B,
     D,
@@ -39,7 +43,7 @@ EPS32 = 2.0**-23
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Half a step among the subnormal numbers, where a rounding error is not relative any more.
 UNDERFLOW = {dtype: torch.finfo(dtype).smallest_normal * unit for dtype, unit in UNIT_ROUNDOFF.items()}
-Common = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Arguments = tuple[torch.Tensor | int, ...]
 METHODS = ("lora", "dora", "ia3", "vera", "oft", "everything", "nothing")
 
 
@@ -90,7 +94,7 @@ class Site:
 
     @property
     def after_base(self) -> bool:
-        """Whether expand has anything to do."""
+        """Whether anything is to be done after the base layer."""
         return self.a is not None or self.scale is not None or self.bias is not None or self.basis >= 0
 
 
@@ -101,7 +105,8 @@ class Case:
     slice_offsets: tuple[int, ...]
     slots: list[int]  # of the rows
     sites: list[list[Site]]  # [slot][slice]
-    plan: BatchPlan
+    own: BatchPlan
+    grouped: BatchPlan
     arena: torch.Tensor
     table: torch.Tensor
     bases: torch.Tensor
@@ -113,10 +118,18 @@ class Case:
         return f"Case({self.x.dtype}, x {tuple(self.x.shape)}, slices {self.slice_offsets}, rows of slots {self.slots})"
 
     @property
-    def common(self) -> Common:
-        """The arguments that every operator takes, in order."""
-        plan = (self.plan.row_slot, self.plan.order, self.plan.tiles, self.plan.tile_rows)
-        return (*plan, self.arena, self.table, self.bases, self.origins)
+    def own_plan(self) -> Arguments:
+        """The arguments of shrink and expand after their first."""
+        return self.own.tiles, self.own.routes, self.own.tile_rows, self.arena
+
+    @property
+    def grouped_plan(self) -> Arguments:
+        """The same of shared_shrink and shared_expand."""
+        return self.grouped.tiles, self.grouped.routes, self.arena, self.table
+
+    @property
+    def rotate_plan(self) -> Arguments:
+        return self.grouped.row_slot, self.grouped.tiles, self.arena, self.table
 
     @property
     def n_slices(self) -> int:
@@ -134,10 +147,9 @@ class Case:
         for name in ("x", "h"):
             wide = torch.empty(len(self.slots), moved[name].stride(0), dtype=self.arena.dtype, device=device)
             moved[name] = wide[:, : moved[name].shape[1]].copy_(moved[name])
-        plan = self.plan
-        moved["plan"] = BatchPlan(
-            plan.row_slot.to(device), plan.order.to(device), plan.tiles.to(device), plan.tile_rows
-        )
+        for name, plan in (("own", self.own), ("grouped", self.grouped)):
+            tensors = [tensor.to(device) for tensor in (plan.row_slot, plan.tiles, plan.routes)]
+            moved[name] = BatchPlan(*tensors, plan.tile_rows)
         return Case(**moved)
 
 
@@ -196,18 +208,41 @@ def make_case(
                     of_site,
                     block,
                 )
-        shareable = method in ("vera", "ia3", "oft", "nothing")
-        groups.append(choose.choice([basis, basis, -1]) if shareable else -1)
+        groups.append(-1 if method == "everything" else choose.choice([basis, basis, -1]))
 
     live = sum(count for _, count in requests)
     rows = live + spare_rows
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
-    plan = view_plan(build_plan([slot for slot, _ in requests], [count for _, count in requests], groups, rows), rows)
+    # As a server plans decode, and prefill beyond 256 rows.
+    width = 16 if rows <= 256 else 64
+    requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
+    plans = {}
+    for name, tile_rows, its_groups, fields in (
+        ("own", 1 if rows <= FEW_ROWS else width, [-1] * n_slots, FIELDS),
+        ("grouped", width, groups, SHARED_FIELDS),
+    ):
+        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows)
+        routes = torch.empty(most_tiles(rows, width, n_slots), sites, fields, dtype=torch.int64)
+        plans[name] = replace(view_plan(packed, rows, width, routes), tile_rows=tile_rows)
+    route(plans["own"].tiles, plans["own"].routes, table)
+    shared_route(plans["grouped"].tiles, plans["grouped"].routes, table, memory.bases, memory.origins)
     x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
     offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
     h = memory.random(rows, offsets[-1] + choose.choice([0, 16, 3]))[:, : offsets[-1]]
     return Case(
-        x, h, offsets, slots, dense, plan, memory.arena(), table, memory.bases, memory.origins, max_rank + 2, split
+        x,
+        h,
+        offsets,
+        slots,
+        dense,
+        plans["own"],
+        plans["grouped"],
+        memory.arena(),
+        table,
+        memory.bases,
+        memory.origins,
+        max_rank + 2,
+        split,
     )
 
 
@@ -304,7 +339,7 @@ def check_rotate(rotate: Operator, case: Case) -> None:
     """``rotate`` against ``x R`` with the dense ``R``, fp64."""
     rows, features = case.x.shape
     out = torch.full((case.n_slices, rows, features), NAN, dtype=case.x.dtype, device=case.x.device)
-    rotate(case.x, *case.common, FIRST_SITE, out)
+    rotate(case.x, *case.rotate_plan, FIRST_SITE, out)
     out, x_rows = out.cpu(), case.x.cpu()
     unit, underflow = UNIT_ROUNDOFF[case.x.dtype], UNDERFLOW[case.x.dtype]
     for n, slot in enumerate(case.slots):
@@ -321,13 +356,17 @@ def check_rotate(rotate: Operator, case: Case) -> None:
             _assert_close(out[i, n], expected, tolerance, f"row {n} slice {i}")
 
 
-def check_shrink_and_expand(shrink: Operator, expand: Operator, case: Case) -> None:
-    """``shrink``, then ``expand``, against the formula with dense matrices, fp64."""
+def check_shrink_and_expand(
+    shrink: Operator, expand: Operator, shared_shrink: Operator, shared_expand: Operator, case: Case
+) -> None:
+    """Both shrinks, then both expands, against the formula with dense matrices, fp64."""
     before = case.h.cpu().clone()
     v, u = case.scratch(), case.scratch()
-    shrink(case.x, *case.common, FIRST_SITE, v, u)
+    shrink(case.x, *case.own_plan, FIRST_SITE, v)
+    shared_shrink(case.x, *case.grouped_plan, FIRST_SITE, u)
     _check_scratch(case, v.cpu(), u.cpu())
-    expand(case.h, v, u, *case.common, FIRST_SITE, case.slice_offsets)
+    expand(case.h, v, *case.own_plan, FIRST_SITE, case.slice_offsets)
+    shared_expand(case.h, u, *case.grouped_plan, FIRST_SITE, case.slice_offsets)
     check_expanded(case, before)
 
 
@@ -335,20 +374,28 @@ def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
     x_rows = case.x.cpu()
     features = x_rows.shape[1]
     for n, slot in enumerate(case.slots):
+        x = x_rows[n].double()
         for i in range(case.n_slices):
-            a = case.sites[slot][i].a if slot >= 0 else None
-            rank = 0 if a is None else a.shape[0]
+            site = case.sites[slot][i] if slot >= 0 else Site()
+            rank = 0 if site.a is None else site.a.shape[0]
             assert v[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: v is written past the rank"
-            if a is not None:
-                x = x_rows[n].double()
-                tolerance = (features + 2) * EPS32 * (x.abs() @ a.double().abs().T)
-                _assert_close(v[:, n, i, :rank].double().sum(0), x @ a.double().T, tolerance, f"v row {n} slice {i}")
+            if site.a is not None:
+                product, magnitude = x @ site.a.double().T, x.abs() @ site.a.double().abs().T
+                tolerance = (features + 2) * EPS32 * magnitude
+                _assert_close(v[:, n, i, :rank].double().sum(0), product, tolerance, f"v row {n} slice {i}")
+            if site.shared_a is not None:
+                rank = site.shared_a.shape[0]
+                d = torch.ones(rank).double() if site.d is None else site.d.double()
+                product = (x @ site.shared_a.double().T) * d
+                tolerance = (features + 3) * EPS32 * (x.abs() @ site.shared_a.double().abs().T) * d.abs()
+                _assert_close(u[:, n, i, :rank].double().sum(0), product, tolerance, f"u row {n} slice {i}")
+                assert u[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: u is written past the rank"
             if slot < 0:
                 assert u[:, n].isnan().all(), f"row {n} is a base row, and has u"
 
 
 def check_expanded(case: Case, before: torch.Tensor) -> None:
-    """``case.h`` against the formula; ``before``: what it held before expand."""
+    """``case.h`` against the formula; ``before``: what it held before both expands."""
     unit, underflow = UNIT_ROUNDOFF[case.h.dtype], UNDERFLOW[case.h.dtype]
     after, x_rows = case.h.cpu(), case.x.cpu()
     features = x_rows.shape[1]
@@ -385,16 +432,48 @@ def check_expanded(case: Case, before: torch.Tensor) -> None:
                 lost += underflow * b.abs().sum(0) * e.abs()
                 terms += features + a.shape[0]
             tolerance = underflow + unit * expected.abs() + terms * EPS32 * (magnitude + pairs)
+            if site.basis >= 0 and (site.a is not None or site.scale is not None or site.bias is not None):
+                tolerance += underflow + unit * (magnitude + pairs)  # h is rounded between the two expands
             if case.h.dtype != torch.float32:  # v and u * d are rounded before they meet b
                 tolerance += unit * pairs + lost
             _assert_close(after[n, begin:end], expected, tolerance, f"row {n} slice {i} slot {slot}")
+
+
+def check_route(route: Operator, case: Case) -> None:
+    """``route`` against the table, tile by tile."""
+    table = case.table.cpu()
+    routes = torch.full_like(case.own.routes, 7)
+    route(case.own.tiles, routes, case.table)
+    routes = routes.cpu()
+    for tile, row in enumerate(case.own.tiles[0, :, 0].tolist()):
+        expected = table[case.slots[row]] if row >= 0 else torch.full_like(table[0], -1)
+        assert torch.equal(routes[tile], expected), f"tile {tile}"
+
+
+def check_shared_route(shared_route: Operator, case: Case) -> None:
+    """``shared_route`` against the bases of the rows of each tile, row by row, where a basis is read included."""
+    plan, table, bases, origins = case.grouped, case.table.cpu(), case.bases.cpu(), case.origins.cpu()
+    routes = torch.full_like(plan.routes, 7)
+    shared_route(plan.tiles, routes, case.table, case.bases, case.origins)
+    routes = routes.cpu()
+    for tile, rows in enumerate(plan.tiles[0].tolist()):
+        for site in range(table.shape[1]):
+            of_rows = {int(table[case.slots[n], site, BASIS]) for n in rows if n >= 0} - {-1}
+            if not of_rows:
+                assert routes[tile, site, SHARED_BASIS] == -1, f"tile {tile} site {site}"
+                continue
+            (basis,) = of_rows
+            entry, (first_in, first_out) = bases[basis].tolist(), origins[site].tolist()
+            a, b = entry[BASIS_A] + first_in, entry[BASIS_B] + first_out
+            expected = [basis, entry[BASIS_RANK], a, entry[BASIS_A_STRIDE], b, entry[BASIS_B_STRIDE]]
+            assert routes[tile, site, SHARED_BASIS : len(expected)].tolist() == expected, f"tile {tile} site {site}"
 
 
 def check_lookup(lookup: Operator, case: Case, ids: torch.Tensor) -> None:
     """``lookup`` against the columns of ``a``, exactly. The vocabulary is ``case.x``'s features, the module slice 0."""
     v = torch.full((1, len(case.slots), 1, case.scratch_rank), NAN, device=case.x.device)
     vocabulary = case.x.shape[1]
-    lookup(ids.to(case.x.device), *case.common, FIRST_SITE, vocabulary, v)
+    lookup(ids.to(case.x.device), case.own.row_slot, case.arena, case.table, FIRST_SITE, vocabulary, v)
     v = v.cpu()
     for n, slot in enumerate(case.slots):
         a = case.sites[slot][0].a if slot >= 0 else None

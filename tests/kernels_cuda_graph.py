@@ -40,16 +40,21 @@ def test_one_capture_serves_every_batch() -> None:
     v, u = static.scratch(), static.scratch()
 
     def step() -> None:
-        ops.rotate(static.x, *static.common, FIRST_SITE, rotated)
-        ops.shrink(static.x, *static.common, FIRST_SITE, v, u)
-        ops.expand(static.h, v, u, *static.common, FIRST_SITE, static.slice_offsets)
+        ops.route(static.own.tiles, static.own.routes, static.table)
+        ops.shared_route(static.grouped.tiles, static.grouped.routes, static.table, static.bases, static.origins)
+        ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, rotated)
+        ops.shrink(static.x, *static.own_plan, FIRST_SITE, v)
+        ops.shared_shrink(static.x, *static.grouped_plan, FIRST_SITE, u)
+        ops.expand(static.h, v, *static.own_plan, FIRST_SITE, static.slice_offsets)
+        ops.shared_expand(static.h, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets)
 
     def load(case: Case) -> None:
         static.arena.fill_(float("nan"))[: case.arena.numel()] = case.arena
         for name in ("x", "h", "table", "bases", "origins"):
             getattr(static, name).copy_(getattr(case, name))
-        for name in ("row_slot", "order", "tiles"):
-            getattr(static.plan, name).copy_(getattr(case.plan, name))
+        for plan in ("own", "grouped"):
+            for name in ("row_slot", "tiles"):
+                getattr(getattr(static, plan), name).copy_(getattr(getattr(case, plan), name))
 
     load(first)
     step()  # compiles
@@ -79,6 +84,6 @@ def test_operators_run_the_kernels_on_a_gpu() -> None:
 
     case = make(2)
     out = torch.empty(2, len(WIDTHS), ROWS, IN_FEATURES, dtype=case.x.dtype, device="cuda")
-    ops.rotate(case.x, *case.common, FIRST_SITE, out[0])
-    kernel.rotate(case.x, *case.common, FIRST_SITE, out[1])
+    ops.rotate(case.x, *case.rotate_plan, FIRST_SITE, out[0])
+    kernel.rotate(case.x, *case.rotate_plan, FIRST_SITE, out[1])
     assert torch.equal(out[0], out[1])

@@ -7,29 +7,46 @@ when Triton is imported.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
 from kernel_cases import (
+    FIRST_SITE,
     Case,
     Operator,
     cases,
+    check_expanded,
     check_lookup,
     check_rotate,
+    check_route,
+    check_shared_route,
     check_shrink_and_expand,
     make_case,
     random_ids,
 )
+from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
 from scute_kernels.rotate import kernel as rotate_kernel
+from scute_kernels.route import kernel as route_kernel
+from scute_kernels.shared_expand import kernel as shared_expand_kernel
+from scute_kernels.shared_route import kernel as shared_route_kernel
+from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shrink import kernel as shrink_kernel
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bit patterns of bf16 as integers, so bf16 needs a GPU.
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.float32, torch.float16, torch.bfloat16)
+
+KERNELS: tuple[Operator, ...] = (
+    shrink_kernel.shrink,
+    expand_kernel.expand,
+    shared_shrink_kernel.shared_shrink,
+    shared_expand_kernel.shared_expand,
+)
 
 bounded = settings(
     max_examples=15 if DEVICE == "cpu" else 150,
@@ -42,7 +59,7 @@ bounded = settings(
 @bounded
 @given(case=cases(DTYPES))
 def test_shrink_and_expand(case: Case) -> None:
-    check_shrink_and_expand(shrink_kernel.shrink, expand_kernel.expand, case.to(DEVICE))
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
 
 
 @bounded
@@ -53,14 +70,21 @@ def test_rotate(case: Case) -> None:
 
 @bounded
 @given(case=cases(DTYPES))
+def test_route(case: Case) -> None:
+    check_route(route_kernel.route, case.to(DEVICE))
+    check_shared_route(shared_route_kernel.shared_route, case.to(DEVICE))
+
+
+@bounded
+@given(case=cases(DTYPES))
 def test_lookup(case: Case) -> None:
     check_lookup(lookup_kernel.lookup, case.to(DEVICE), random_ids(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spare_rows", [0, 240])
+@pytest.mark.parametrize("spare_rows", [0, 60, 240])
 def test_every_loop_runs_twice(dtype: torch.dtype, spare_rows: int) -> None:
-    """More ranks, features and columns than one round of blocks holds, own and shared, decode and prefill tiles."""
+    """More ranks, features and columns than one round of blocks holds, own and shared, every size of tiles."""
     case = make_case(
         seed=7,
         dtype=dtype,
@@ -72,7 +96,34 @@ def test_every_loop_runs_twice(dtype: torch.dtype, spare_rows: int) -> None:
         max_rank=600,
         split=2,
     )
-    check_shrink_and_expand(shrink_kernel.shrink, expand_kernel.expand, case.to(DEVICE))
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("programs", [1, 40])
+@pytest.mark.parametrize("spare_rows", [5, 90, 300])
+def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_rows: int) -> None:
+    """A program takes several pairs, blocks of ranks and tiles, and the unaligned basis goes in small blocks."""
+    case = make_case(
+        seed=11,
+        dtype=dtype,
+        in_features=144,
+        widths=(80, 23),
+        methods=("lora", "vera", "everything", "vera", "dora", "everything"),
+        requests=[(0, 2), (1, 1), (2, 17), (-1, 2), (3, 1), (4, 1), (5, 1), (0, 1)],
+        spare_rows=spare_rows,
+        max_rank=40,
+        split=2,
+    )
+    shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2)
+    expand = launch.Expand(16, 32, 2, num_warps=4, num_stages=1, pdl=False)
+    check_shrink_and_expand(
+        *(
+            partial(kernel, parameters=parameters)
+            for kernel, parameters in zip(KERNELS, (shrink, expand, shrink, expand), strict=True)
+        ),
+        case.to(DEVICE),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,20 +145,12 @@ def test_rotation_blocks(block: int, dtype: torch.dtype) -> None:
     check_rotate(rotate_kernel.rotate, case.to(DEVICE))
 
 
-def test_only_the_kinds_that_are_resident() -> None:
-    """Empty scratch for own pairs, or for shared pairs, leaves the other exact."""
-    shrink: Operator = shrink_kernel.shrink
-    expand: Operator = expand_kernel.expand
+@pytest.mark.parametrize("spare_rows", [0, 70])
+def test_without_own_pairs(spare_rows: int) -> None:
+    """An empty ``v`` says that no adapter has an own pair: expand then serves scales and shifts alone."""
+    methods = ("ia3", "nothing")
+    case = make_case(1, torch.float32, 37, (19, 5), methods, [(1, 3), (-1, 2), (0, 4)], spare_rows, 8, 1).to(DEVICE)
+    before = case.h.cpu().clone()
     empty = torch.empty(0, device=DEVICE)
-    own = make_case(1, torch.float32, 37, (19, 5), ("lora", "dora"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
-    check_shrink_and_expand(
-        lambda x, *rest: shrink(x, *rest[:-1], empty),
-        lambda h, v, u, *rest: expand(h, v, empty, *rest),
-        own.to(DEVICE),
-    )
-    shared = make_case(2, torch.float32, 37, (19, 5), ("vera", "ia3"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
-    check_shrink_and_expand(
-        lambda x, *rest: shrink(x, *rest[:-2], empty, rest[-1]),
-        lambda h, v, u, *rest: expand(h, empty, u, *rest),
-        shared.to(DEVICE),
-    )
+    expand_kernel.expand(case.h, empty, *case.own_plan, FIRST_SITE, case.slice_offsets)
+    check_expanded(case, before)

@@ -10,8 +10,11 @@ from kernel_cases import (
     FIRST_SITE,
     Case,
     cases,
+    check_expanded,
     check_lookup,
     check_rotate,
+    check_route,
+    check_shared_route,
     check_shrink_and_expand,
     make_case,
     random_ids,
@@ -23,13 +26,20 @@ ops = torch.ops.scute
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=cases())
 def test_shrink_and_expand(case: Case) -> None:
-    check_shrink_and_expand(ops.shrink, ops.expand, case)
+    check_shrink_and_expand(ops.shrink, ops.expand, ops.shared_shrink, ops.shared_expand, case)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(case=cases())
 def test_rotate(case: Case) -> None:
     check_rotate(ops.rotate, case)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=cases())
+def test_route(case: Case) -> None:
+    check_route(ops.route, case)
+    check_shared_route(ops.shared_route, case)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -52,27 +62,32 @@ def mixed_case() -> Case:
     )
 
 
-@pytest.mark.parametrize("operator", ["rotate", "shrink", "lookup", "expand"])
+@pytest.mark.parametrize(
+    "operator",
+    ["route", "shared_route", "rotate", "shrink", "shared_shrink", "lookup", "expand", "shared_expand"],
+)
 def test_registration(operator: str) -> None:
     """Schema, fake implementation and dispatch agree, as ``torch.compile`` needs."""
     case = mixed_case()
-    zeros = torch.zeros_like(case.scratch())
+    scratch = torch.zeros_like(case.scratch())
     rows = len(case.slots)
+    head = (case.own.row_slot, case.arena, case.table, FIRST_SITE, 48)
     arguments = {
-        "rotate": (case.x, *case.common, FIRST_SITE, case.x.new_empty(2, rows, 48)),
-        "shrink": (case.x, *case.common, FIRST_SITE, zeros.clone(), zeros.clone()),
-        "lookup": (random_ids(case), *case.common, FIRST_SITE, 48, zeros[:1, :, :1].contiguous()),
-        "expand": (case.h, zeros, zeros.clone(), *case.common, FIRST_SITE, case.slice_offsets),
+        "route": (case.own.tiles, case.own.routes, case.table),
+        "shared_route": (case.grouped.tiles, case.grouped.routes, case.table, case.bases, case.origins),
+        "rotate": (case.x, *case.rotate_plan, FIRST_SITE, case.x.new_empty(2, rows, 48)),
+        "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
+        "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),
+        "lookup": (random_ids(case), *head, scratch[:1, :, :1].contiguous()),
+        "expand": (case.h, scratch, *case.own_plan, FIRST_SITE, case.slice_offsets),
+        "shared_expand": (case.h, scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets),
     }
     torch.library.opcheck(getattr(ops, operator), arguments[operator])
 
 
-def test_without_bases() -> None:
-    """An empty ``u`` says that there is no basis: shrink and expand then serve the own pairs alone."""
-    case = make_case(1, torch.float32, 37, (19, 5), ("lora", "dora"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
-    empty = torch.empty(0)
-    check_shrink_and_expand(
-        lambda x, *rest: ops.shrink(x, *rest[:-1], empty),
-        lambda h, v, u, *rest: ops.expand(h, v, empty, *rest),
-        case,
-    )
+def test_without_own_pairs() -> None:
+    """An empty ``v`` says that no adapter has an own pair: expand then serves scales and shifts alone."""
+    case = make_case(1, torch.float32, 37, (19, 5), ("ia3", "nothing"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
+    before = case.h.clone()
+    ops.expand(case.h, torch.empty(0), *case.own_plan, FIRST_SITE, case.slice_offsets)
+    check_expanded(case, before)

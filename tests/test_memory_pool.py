@@ -125,5 +125,4 @@ def test_rows_of_one_basis_share_tiles() -> None:
         adapters[new.uid] = new
     for one in adapters.values():
         for other in adapters.values():
-            same_basis = one.packed.bases == other.packed.bases != ()
-            assert (one.group == other.group and one.group is not None) == same_basis
+            assert (one.group == other.group) == (one.packed.bases == other.packed.bases)

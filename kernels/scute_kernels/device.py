@@ -29,34 +29,45 @@ BASIS_B = tl.constexpr(table.BASIS_B)
 BASIS_B_STRIDE = tl.constexpr(table.BASIS_B_STRIDE)
 BASIS_RANK = tl.constexpr(table.BASIS_RANK)
 BASIS_FIELDS = tl.constexpr(table.BASIS_FIELDS)
+SHARED_BASIS = tl.constexpr(table.SHARED_BASIS)
+SHARED_RANK = tl.constexpr(table.SHARED_RANK)
+SHARED_A = tl.constexpr(table.SHARED_A)
+SHARED_A_STRIDE = tl.constexpr(table.SHARED_A_STRIDE)
+SHARED_B = tl.constexpr(table.SHARED_B)
+SHARED_B_STRIDE = tl.constexpr(table.SHARED_B_STRIDE)
+SHARED_FIELDS = tl.constexpr(table.SHARED_FIELDS)
 
 
 @triton.jit
-def rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS: tl.constexpr):
-    """Row numbers (int64), which of them are live, and the slot of each (int64, -1 where not live): all ``(ROWS,)``."""
-    start = tl.load(tiles_ptr + 4 * tile)
-    length = tl.load(tiles_ptr + 4 * tile + 1)
-    slot = tl.load(tiles_ptr + 4 * tile + 2)
-    place = tl.arange(0, ROWS)
-    live = place < length
-    rows = tl.load(order_ptr + start + place, mask=live, other=0).to(tl.int64)
-    # A tile of one slot does not wait for row_slot.
-    slots = tl.load(row_slot_ptr + rows, mask=live & (slot < 0), other=slot)
-    return rows, live, tl.where(live, slots, -1).to(tl.int64)
+def rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Row numbers of a tile (int64), ``(ROWS,)``, -1 where it has none, and everywhere at or beyond ``n_tiles``."""
+    places = tiles_ptr + tile * WIDTH + tl.arange(0, ROWS)
+    return tl.load(places, mask=tile < n_tiles, other=-1).to(tl.int64)
 
 
 @triton.jit
-def bases_of_tile(table_ptr, sites, first_site, slots, live, N_SLICES: tl.constexpr, SLICES: tl.constexpr):
-    """``(SLICES,)`` int64, the basis of a tile at each slice, -1 if none. ``SLICES``: power of two >= ``N_SLICES``."""
-    i = tl.arange(0, SLICES)
-    entries = table_ptr + (slots[:, None] * sites + first_site + i[None, :]) * FIELDS + BASIS
-    return tl.max(tl.load(entries, mask=live[:, None] & (i < N_SLICES)[None, :], other=-1), axis=0)
+def slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Slots of the rows of a tile, in the form of ``rows_of_tile``. ``tiles_stride``: from the rows to the slots."""
+    return rows_of_tile(tiles_ptr + tiles_stride, tile, n_tiles, WIDTH, ROWS)
 
 
 @triton.jit
-def first_slice_with(of_slice, basis, SLICES: tl.constexpr):
-    """Where ``u`` of ``basis`` stands (``plan.tile_bases`` has the rule). ``of_slice``: of ``bases_of_tile``."""
-    return tl.min(tl.where(of_slice == basis, tl.arange(0, SLICES), SLICES), axis=0)
+def slice_of_block(block, SLICE_OFFSETS: tl.constexpr, N_SLICES: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """Of the n-th block of columns of a module: its slice, the slice's first column and width, and the block's first
+    column within the slice. A block lies in one slice."""
+    slice_number = 0
+    begin = 0
+    width = 0
+    first_column = 0
+    blocks_before = 0
+    for i in tl.static_range(N_SLICES):
+        if block >= blocks_before:
+            slice_number = i
+            begin = SLICE_OFFSETS[i]
+            width = SLICE_OFFSETS[i + 1] - SLICE_OFFSETS[i]
+            first_column = (block - blocks_before) * BLOCK_OUT
+        blocks_before += (SLICE_OFFSETS[i + 1] - SLICE_OFFSETS[i] + BLOCK_OUT - 1) // BLOCK_OUT
+    return slice_number, begin, width, first_column
 
 
 @triton.jit

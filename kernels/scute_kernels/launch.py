@@ -1,16 +1,23 @@
-"""Launch parameters of every kernel, in one place.
+"""Launch parameters of every kernel, in one place; those of the shrinks and expands from ``launch_table.json``.
 
-A phase is known by its tile: 16 rows is decode, where the bytes of the adapters bound the work and most of a tile is
-empty; more is prefill, where a row of ``a`` or ``b`` serves a whole tile. The blocks of fp32 are smaller: its elements
-are twice as large, and its products do not run on tensor cores.
+``benchmarks/tune.py`` measures and writes that table. Parameters depend on shapes only, never on the batch, because a
+captured graph keeps them. The blocks of fp32 are smaller: its elements are twice as large, and its products do not run
+on tensor cores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+TABLE = Path(__file__).with_name("launch_table.json")
 DECODE_ROWS = 16
 
 
@@ -24,9 +31,13 @@ class Rotate:
 
 @dataclass(frozen=True)
 class Shrink:
+    """Of ``shrink`` and ``shared_shrink``. ``share``: features that a program multiplies, about. ``programs``: of a
+    launch, about."""
+
     block_rank: int
-    rank_programs: int  # programs that share the blocks of ranks between them
     block_in: int
+    share: int
+    programs: int
     num_warps: int
     num_stages: int
 
@@ -40,23 +51,65 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Expand:
+    """Of ``expand`` and ``shared_expand``. ``tile_programs``: how many programs share the tiles of a block of columns,
+    at most, where a tile is more than a row. ``pdl``: programmatic dependent launch, see ``supports_pdl``; of
+    ``expand`` only where a tile is a row."""
+
     block_rank: int
     block_out: int
+    tile_programs: int
     num_warps: int
     num_stages: int
+    pdl: bool
 
 
-# Half of the shared memory of a multiprocessor, so that two programs run side by side. The loops of a kernel come one
-# after another and use the same buffers.
-_SHARED_MEMORY = 110 << 10
+Parameters = TypeVar("Parameters", Shrink, Expand)
+_MOST_PLANES = 16
 
 
-def _stages(bytes_per_stage: int, most: int) -> int:
-    """As many stages of a pipelined loop as fit, at least one (which needs no buffers)."""
-    return max(1, min(most, _SHARED_MEMORY // bytes_per_stage))
+def precision(dtype: torch.dtype) -> str:
+    """The part of the table for a dtype."""
+    return "single" if dtype == torch.float32 else "half"
+
+
+def choose(rows_of_table: Sequence[Mapping[str, Any]], rows: int, kind: type[Parameters]) -> Parameters:
+    """The parameters of the first entry that is for ``rows`` rows too. ``max_rows``: None for any number."""
+    for entry in rows_of_table:
+        most = entry["max_rows"]
+        if most is None or rows <= most:
+            return kind(**{name: value for name, value in entry.items() if name != "max_rows"})
+    raise ValueError(f'{TABLE.name}: no entry for {rows} rows; the last one needs "max_rows": null')
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())
+
+
+def shrink(operator: str, rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
+    """``operator``: "shrink" or "shared_shrink". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
+    chosen = choose(_table()[operator][precision(dtype)], rows, Shrink)
+    return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
+
+
+def shrink_split(operator: str, rows: int, dtype: torch.dtype, in_features: int) -> int:
+    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only."""
+    return split_of(in_features, choose(_table()[operator][precision(dtype)], rows, Shrink).share)
+
+
+def split_of(in_features: int, share: int) -> int:
+    """How many shares of about ``share`` features."""
+    return max(1, min(_MOST_PLANES, in_features // share))
+
+
+def expand(operator: str, rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
+    """``operator``: "expand" or "shared_expand". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
+    chosen = choose(_table()[operator][precision(dtype)], rows, Expand)
+    return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
 
 
 def rotate(rows: int, dtype: torch.dtype) -> Rotate:
+    """``rows``: of a tile."""
     if dtype == torch.float32:
         return Rotate(block_in=32, block_out=32, num_warps=4, num_stages=2)
     if rows == DECODE_ROWS:
@@ -64,50 +117,26 @@ def rotate(rows: int, dtype: torch.dtype) -> Rotate:
     return Rotate(block_in=32, block_out=64, num_warps=4, num_stages=3)
 
 
-def shrink(rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
-    """``max_rank``: R of the scratch."""
-    decode = rows == DECODE_ROWS
-    block_rank = _block(max_rank, 32 if decode or dtype == torch.float32 else 64)
-    block_in = 256 if decode and dtype != torch.float32 else 64
-    # Programs share the blocks of ranks between them only where a rank can be large; one whose share is empty ends at
-    # once, and a small rank has its split of the features instead.
-    rank_programs = min(-(-max_rank // block_rank), 2)
-    stages = _stages((rows + block_rank) * block_in * dtype.itemsize, most=3 if decode else 4)
-    return Shrink(block_rank, rank_programs, block_in, num_warps=4, num_stages=stages)
-
-
-def shrink_split(rows: int, tile_rows: int, in_features: int, n_slices: int, max_rank: int) -> int:
-    """SPLIT of ``shrink``: into how many partial planes the features are split. Depends on shapes only.
-
-    Enough for a few programs on every multiprocessor (in decode if every row has a tile of its own), while each has at
-    least one block of features. ``tile_rows``: of the plan. ``max_rank``: R of the scratch.
-    """
-    decode = tile_rows == DECODE_ROWS
-    parameters = shrink(tile_rows, torch.bfloat16, max_rank)
-    tiles = min(rows, 64) if decode else -(-rows // tile_rows)
-    wanted = 1024 // (tiles * n_slices * parameters.rank_programs)
-    split = 1
-    while split * 2 <= min(wanted, 16 if decode else 4) and split * 2 * parameters.block_in <= in_features:
-        split *= 2
-    return split
-
-
 def lookup(max_rank: int) -> Lookup:
     return Lookup(rows=16, block_rank=_block(max_rank, 64), num_warps=4)
 
 
-def expand(rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
-    """``max_rank``: R of the scratch. One stage: the loop over ranks is short, and the planes of the scratch would
-    fill the buffers of more."""
-    decode = rows == DECODE_ROWS
-    block_rank = _block(max_rank, 32 if dtype == torch.float32 else 64)
-    block_out = 64 if dtype == torch.float32 else 128
-    return Expand(block_rank, block_out, num_warps=4 if decode or dtype == torch.float32 else 8, num_stages=1)
+@functools.cache
+def supports_pdl() -> bool:
+    """Whether a kernel can begin while the one before it ends (programmatic dependent launch): from Hopper on."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def options(parameters: Expand) -> dict[str, Any]:
+    """A launch option that is given only where it is wanted: the interpreter does not know it."""
+    return {"launch_pdl": True} if parameters.pdl else {}
 
 
 def _block(rank: int, most: int) -> int:
-    """The block of ranks: no larger than needed, at least the 16 that a tensor core multiplies."""
-    block = 16
+    """The block of ranks: no larger than needed, at least the 16 that a tensor core multiplies, if the table has so."""
+    block = min(16, most)
     while block < min(rank, most):
         block *= 2
     return block

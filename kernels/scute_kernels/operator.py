@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-PLAN_AND_MEMORY = (
-    "Tensor row_slot, Tensor order, Tensor tiles, int tile_rows, "
-    "Tensor arena, Tensor table, Tensor bases, Tensor origins"
-)
+PLAN = "Tensor tiles, Tensor routes"
+MEMORY = "Tensor arena, Tensor table"
 
 
 def register(

@@ -9,8 +9,16 @@ absent, which is the identity.
 first input and the first output feature of the site within the full Hugging Face projection (nonzero under tensor
 parallel, or for a slice of a projection that Hugging Face itself fuses); a shared basis is read from there.
 
+The *own* parts of an adapter are its pairs, scales and shifts; the *shared* one is a pair of a shared basis between its
+``d`` and ``e``.
+
 Every offset in ``table`` lies on 16 bytes (the arena itself does too): the kernels read 16 bytes at a time. A shared
 basis may begin anywhere and its rows may be of any length; where both lie on 16 bytes, reading is faster.
+
+Routes are what a tile of a batch plan (see ``plan.py``) finds at every site, gathered once per forward, so that a
+kernel finds in one step what it would find by way of the plan and the table in three. For the own parts, ``routes`` is
+``(tiles, sites, FIELDS)`` int64: the entries of the tile's slot, -1 in every field of a dead tile. For the shared part
+it is ``(tiles, sites, SHARED_FIELDS)`` int64: the basis that the rows of the tile have in common, resolved.
 """
 
 import torch
@@ -35,6 +43,14 @@ BASIS_B_STRIDE = 3  # out_max
 BASIS_RANK = 4  # r
 BASIS_FIELDS = 8
 
+SHARED_BASIS = 0  # row in bases, or -1; the other fields mean nothing then
+SHARED_RANK = 1  # r
+SHARED_A = 2  # offset of the first element of the shared a that the site reads
+SHARED_A_STRIDE = 3
+SHARED_B = 4  # the same of b
+SHARED_B_STRIDE = 5
+SHARED_FIELDS = 8
+
 
 def part(arena: torch.Tensor, offset: int, *shape: int) -> torch.Tensor:
     """The part of ``shape`` at ``offset`` of the arena, a view."""
@@ -44,6 +60,6 @@ def part(arena: torch.Tensor, offset: int, *shape: int) -> torch.Tensor:
     return arena[offset : offset + size].view(shape)
 
 
-def basis_part(arena: torch.Tensor, offset: int, stride: int, rank: int, origin: int, width: int) -> torch.Tensor:
-    """Features ``[origin, origin + width)`` of a shared matrix, ``(rank, width)``, a view of the arena."""
-    return arena.as_strided((rank, width), (stride, 1), arena.storage_offset() + offset + origin)
+def basis_part(arena: torch.Tensor, offset: int, stride: int, rank: int, width: int) -> torch.Tensor:
+    """``width`` features of a shared matrix from ``offset`` on, ``(rank, width)``, a view of the arena."""
+    return arena.as_strided((rank, width), (stride, 1), arena.storage_offset() + offset)

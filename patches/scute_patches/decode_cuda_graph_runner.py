@@ -1,8 +1,9 @@
-"""``sglang.srt.model_executor.runner.decode_cuda_graph_runner``: a third graph per batch size.
+"""``sglang.srt.model_executor.runner.decode_cuda_graph_runner``: graphs by which operators a batch needs.
 
-SGLang captures a decode graph with adapters and one without. An input transform (OFT, a feed-forward (IA)3) changes
-what the base GEMM reads, which a graph of batches without one should not pay for: so those with one get a graph of
-their own.
+SGLang captures a decode graph with adapters and one without. Shared bases (VeRA) need launches of their own, and an
+input transform (OFT, a feed-forward (IA)3) changes what the base GEMM reads; a graph of batches without them should not
+pay for them. So SGLang's graph with adapters holds the own parts only; batches with a shared basis get a second one,
+those with an input transform a third one, which holds everything.
 
 All graphs of a batch size must read the attention plan that a replay renews. FlashInfer's backend makes new wrappers,
 each with a plan of its own, at every capture, and renews the plan of the last: with two graphs or more, the others read
@@ -23,7 +24,10 @@ from scute_patches.server_args import BACKEND
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
-ROTATE_VARIANT = "rotate"  # under this label the graph with input transforms is captured and found again
+# Labels under which graphs are captured and found again. OWN_VARIANT is SGLang's own label.
+OWN_VARIANT = "lora"
+SHARED_VARIANT = "shared"
+ROTATE_VARIANT = "rotate"
 
 
 def _is_scute(runner) -> bool:
@@ -39,15 +43,19 @@ def install() -> None:
             return original(self, size, forward, stream_idx, variant_label, attention_variant)
         share_attention_wrappers(self.model_runner.attn_backend, anew=variant_label != "nolora")
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
-        if variant_label == "lora":
-            with capture_lora_variant(ROTATE_VARIANT):
-                original(self, size, forward, stream_idx, ROTATE_VARIANT, attention_variant)
+        if variant_label == OWN_VARIANT:
+            for label in (SHARED_VARIANT, ROTATE_VARIANT):
+                with capture_lora_variant(label):
+                    original(self, size, forward, stream_idx, label, attention_variant)
         return result
 
     def resolve_lora_variant(label: str | None, self, forward_batch) -> str | None:
-        if label == "lora" and _is_scute(self) and self.model_runner.lora_manager.rotates(forward_batch):
+        if label != OWN_VARIANT or not _is_scute(self):
+            return label
+        manager = self.model_runner.lora_manager
+        if manager.rotates(forward_batch):
             return ROTATE_VARIANT
-        return label
+        return SHARED_VARIANT if manager.shares(forward_batch) else OWN_VARIANT
 
     HookRegistry.register(f"{_RUNNER}.capture_one_shape", capture_one_shape, HookType.AROUND)
     HookRegistry.register(f"{_RUNNER}._resolve_lora_variant", resolve_lora_variant, HookType.AFTER)

@@ -48,13 +48,8 @@ def _lookup(
 def lookup(
     ids: torch.Tensor,
     row_slot: torch.Tensor,
-    order: torch.Tensor,
-    tiles: torch.Tensor,
-    tile_rows: int,
     arena: torch.Tensor,
     table: torch.Tensor,
-    bases: torch.Tensor,
-    origins: torch.Tensor,
     site: int,
     vocabulary: int,
     v: torch.Tensor,

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 
 from scute_kernels import launch
-from scute_kernels.device import BLOCK, BLOCK_STRIDE, FIELDS, ROTATION, known_multiple, rows_of_tile
+from scute_kernels.device import (
+    BLOCK,
+    BLOCK_STRIDE,
+    FIELDS,
+    ROTATION,
+    known_multiple,
+    rows_of_tile,
+    slots_of_tile,
+)
 
 
 @triton.jit
@@ -57,7 +65,6 @@ def _tile_product(
 def _rotate(
     x_ptr,
     row_slot_ptr,
-    order_ptr,
     tiles_ptr,
     arena_ptr,
     table_ptr,
@@ -67,6 +74,7 @@ def _rotate(
     rows_of_batch,
     n_tiles,
     features,
+    tiles_stride,
     x_stride,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -87,10 +95,14 @@ def _rotate(
         tl.store(out_slice_ptr + base_rows[:, None] * features + c[None, :], copy, mask=copied)
         return
 
-    length = tl.load(tiles_ptr + 4 * tile + 1)
+    rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
+    slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
+    live = rows >= 0
+    length = tl.sum(live.to(tl.int32), axis=0)
     if length == 0:
         return
-    rows, live, slots = rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS)
+    slot = tl.max(slots, axis=0)
+    one_slot = tl.sum((slots == slot).to(tl.int32), axis=0) == length
     entries = table_ptr + (slots * sites + first_site + slice_number) * FIELDS
     offsets = tl.load(entries + ROTATION, mask=live, other=-1)
     rotated = offsets >= 0
@@ -110,9 +122,8 @@ def _rotate(
 
     blocks = tl.where(diagonal, 0, blocks)
     k = tl.max(blocks, axis=0)
-    slot = tl.load(tiles_ptr + 4 * tile + 2)
     if k > 0:
-        if slot >= 0:  # one rotation for all rows
+        if one_slot:  # one rotation for all rows
             first = first_column // k * k
             last = tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
             offset = tl.max(offsets, axis=0)
@@ -186,23 +197,19 @@ def _rotate(
 def rotate(
     x: torch.Tensor,
     row_slot: torch.Tensor,
-    order: torch.Tensor,
     tiles: torch.Tensor,
-    tile_rows: int,
     arena: torch.Tensor,
     table: torch.Tensor,
-    bases: torch.Tensor,
-    origins: torch.Tensor,
     first_site: int,
     out: torch.Tensor,
 ) -> None:
     n_slices, rows, features = out.shape
+    _, n_tiles, tile_rows = tiles.shape
     parameters = launch.rotate(tile_rows, arena.dtype)
-    places = tiles.shape[0] + triton.cdiv(rows, tile_rows)
+    places = n_tiles + triton.cdiv(rows, tile_rows)
     _rotate[(n_slices, triton.cdiv(features, parameters.block_out), places)](
         x,
         row_slot,
-        order,
         tiles,
         arena,
         table,
@@ -210,8 +217,9 @@ def rotate(
         first_site,
         table.shape[1],
         rows,
-        tiles.shape[0],
+        n_tiles,
         features,
+        tiles.stride(0),
         x.stride(0),
         VECTOR=16 // arena.itemsize,
         ROWS=tile_rows,

@@ -10,13 +10,9 @@ from scute_kernels.table import BLOCK, BLOCK_STRIDE, ROTATION, part
 def rotate(
     x: torch.Tensor,
     row_slot: torch.Tensor,
-    order: torch.Tensor,
     tiles: torch.Tensor,
-    tile_rows: int,
     arena: torch.Tensor,
     table: torch.Tensor,
-    bases: torch.Tensor,
-    origins: torch.Tensor,
     first_site: int,
     out: torch.Tensor,
 ) -> None:

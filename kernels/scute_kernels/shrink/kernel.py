@@ -1,4 +1,10 @@
-"""shrink: the Triton kernel. A program multiplies one tile, one share of the features and some blocks of ranks."""
+"""shrink: the Triton kernel. A program multiplies some pairs of a tile and a block of ranks by a share of the features.
+
+Which pairs there are differs from batch to batch, and a captured graph cannot change its grid. So the grid is fixed,
+and its programs divide the pairs among them: each counts the blocks of ranks of every tile, in ``routes``, and takes
+its own. No program is launched for a rank that no adapter has, and one adapter of rank 256 occupies as many
+multiprocessors as sixteen of rank 16.
+"""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -11,236 +17,117 @@ import triton
 import triton.language as tl
 
 from scute_kernels import launch
-from scute_kernels.device import (
-    BASIS_A,
-    BASIS_A_STRIDE,
-    BASIS_FIELDS,
-    BASIS_RANK,
-    FIELDS,
-    RANK,
-    A,
-    bases_of_tile,
-    first_slice_with,
-    known_multiple,
-    rows_of_tile,
-)
+from scute_kernels.device import FIELDS, RANK, A, known_multiple, rows_of_tile
 
 
-@triton.jit
-def _product(
-    x_ptr,
-    x_stride,
-    in_features,
-    a_ptr,
-    a_stride,
-    rank,
-    planes_ptr,
-    plane_stride,
-    row_stride,
-    rows,
-    live,
-    rank_program,
-    share,
-    ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    RANK_PROGRAMS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-):
-    """Writes ``x a^T`` over this program's share of the features. ``planes_ptr``: of the slice, plane 0."""
-    blocks_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), SPLIT)
-    first_block = share * blocks_of_share
-    last_block = tl.minimum(first_block + blocks_of_share, tl.cdiv(in_features, BLOCK_IN))
-    plane_ptr = planes_ptr + share.to(tl.int64) * plane_stride
-    for first_rank in range(rank_program * BLOCK_RANK, rank, RANK_PROGRAMS * BLOCK_RANK):
-        r = first_rank + tl.arange(0, BLOCK_RANK)
-        total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-        for block in range(first_block, last_block):
-            k = block * BLOCK_IN + tl.arange(0, BLOCK_IN)
-            a = tl.load(
-                a_ptr + r[:, None].to(tl.int64) * a_stride + k[None, :],
-                mask=(r < rank)[:, None] & (k < in_features)[None, :],
-                other=0.0,
-            )
-            x = tl.load(
-                x_ptr + rows[:, None] * x_stride + k[None, :],
-                mask=live[:, None] & (k < in_features)[None, :],
-                other=0.0,
-            )
-            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-        tl.store(plane_ptr + rows[:, None] * row_stride + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
-
-
-@triton.jit(do_not_specialize=["first_site", "sites"])
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
 def _shrink(
     x_ptr,
-    row_slot_ptr,
-    order_ptr,
     tiles_ptr,
+    routes_ptr,
     arena_ptr,
-    table_ptr,
-    bases_ptr,
-    origins_ptr,
     v_ptr,
-    u_ptr,
     first_site,
     sites,
+    n_tiles,
+    split,
     x_stride,
     in_features,
-    v_rank,
-    v_row_stride,
-    v_plane_stride,
-    u_rank,
-    u_row_stride,
-    u_plane_stride,
-    OWN: tl.constexpr,
-    SHARED: tl.constexpr,
-    N_SLICES: tl.constexpr,
-    SLICES: tl.constexpr,
+    slice_stride,
+    row_stride,
+    plane_stride,
+    TILES: tl.constexpr,
     VECTOR: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    RANK_PROGRAMS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    slice_number = tl.program_id(0) // RANK_PROGRAMS
-    rank_program = tl.program_id(0) % RANK_PROGRAMS
-    share = tl.program_id(1)
-    tile = tl.program_id(2)
-    if tl.load(tiles_ptr + 4 * tile + 1) == 0:
-        return
-    rows, live, slots = rows_of_tile(row_slot_ptr, order_ptr, tiles_ptr, tile, ROWS)
-    if OWN:
-        slot = tl.load(tiles_ptr + 4 * tile + 2).to(tl.int64)
-        if slot >= 0:
-            entry = table_ptr + (slot * sites + first_site + slice_number) * FIELDS
-            rank = tl.load(entry + RANK).to(tl.int32)
-            a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
-            _product(
-                x_ptr,
-                x_stride,
-                in_features,
-                a_ptr,
-                in_features,
-                rank,
-                v_ptr + slice_number * v_rank,
-                v_plane_stride,
-                v_row_stride,
-                rows,
-                live,
-                rank_program,
-                share,
-                ROWS,
-                SPLIT,
-                RANK_PROGRAMS,
-                BLOCK_RANK,
-                BLOCK_IN,
-            )
-    if SHARED:
-        of_slice = bases_of_tile(table_ptr, sites, first_site, slots, live, N_SLICES, SLICES)
-        basis = tl.max(tl.where(tl.arange(0, SLICES) == slice_number, of_slice, -1), axis=0)
-        if (basis >= 0) & (first_slice_with(of_slice, basis, SLICES) == slice_number):
-            entry = bases_ptr + basis * BASIS_FIELDS
-            rank = tl.load(entry + BASIS_RANK).to(tl.int32)
-            offset = tl.load(entry + BASIS_A) + tl.load(origins_ptr + 2 * (first_site + slice_number))
-            stride = tl.load(entry + BASIS_A_STRIDE)
-            u_slice_ptr = u_ptr + slice_number * u_rank
-            if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                _product(
-                    x_ptr,
-                    x_stride,
-                    in_features,
-                    arena_ptr + known_multiple(offset, VECTOR),
-                    known_multiple(stride, VECTOR),
-                    rank,
-                    u_slice_ptr,
-                    u_plane_stride,
-                    u_row_stride,
-                    rows,
-                    live,
-                    rank_program,
-                    share,
-                    ROWS,
-                    SPLIT,
-                    RANK_PROGRAMS,
-                    BLOCK_RANK,
-                    BLOCK_IN,
-                )
-            else:
-                _product(
-                    x_ptr,
-                    x_stride,
-                    in_features,
-                    arena_ptr + offset,
-                    stride,
-                    rank,
-                    u_slice_ptr,
-                    u_plane_stride,
-                    u_row_stride,
-                    rows,
-                    live,
-                    rank_program,
-                    share,
-                    ROWS,
-                    SPLIT,
-                    RANK_PROGRAMS,
-                    BLOCK_RANK,
-                    BLOCK_IN,
-                )
+    slice_number = tl.program_id(1) // split
+    share = tl.program_id(1) % split
+    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
+    first_feature = share * width_of_share
+    last_feature = tl.minimum(first_feature + width_of_share, in_features)
+    site = first_site + slice_number
+
+    tiles = tl.arange(0, TILES)
+    ranks = tl.load(routes_ptr + (tiles.to(tl.int64) * sites + site) * FIELDS + RANK, mask=tiles < n_tiles, other=0)
+    blocks = tl.cdiv(tl.maximum(ranks, 0), BLOCK_RANK).to(tl.int32)
+    ends = tl.cumsum(blocks, axis=0)
+
+    for pair in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
+        tile = tl.sum((ends <= pair).to(tl.int32), axis=0)
+        block = pair - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+        entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
+        rank = tl.load(entry + RANK).to(tl.int32)
+        a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
+        r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+        a_rows = a_ptr + r[:, None].to(tl.int64) * in_features
+        out_ptr = v_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
+        if ROWS == 1:
+            row = tl.load(tiles_ptr + tile * WIDTH).to(tl.int64)
+            x_row = x_ptr + row * x_stride
+            total = tl.zeros((BLOCK_RANK, BLOCK_IN), tl.float32)
+            for feature in tl.range(first_feature, last_feature, BLOCK_IN, num_stages=STAGES):
+                k = feature + tl.arange(0, BLOCK_IN)
+                a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last_feature)[None, :], other=0.0)
+                x = tl.load(x_row + k, mask=k < last_feature, other=0.0)
+                total += a.to(tl.float32) * x.to(tl.float32)[None, :]
+            product = tl.sum(total, axis=1)
+            tl.store(out_ptr + row * row_stride + r, product, mask=r < rank)
+        else:
+            rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
+            live = rows >= 0
+            x_rows = x_ptr + rows[:, None] * x_stride
+            total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+            for feature in tl.range(first_feature, last_feature, BLOCK_IN, num_stages=STAGES):
+                k = feature + tl.arange(0, BLOCK_IN)
+                a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last_feature)[None, :], other=0.0)
+                x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last_feature)[None, :], other=0.0)
+                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+            out_rows = out_ptr + rows[:, None] * row_stride
+            tl.store(out_rows + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
 
 
 def shrink(
     x: torch.Tensor,
-    row_slot: torch.Tensor,
-    order: torch.Tensor,
     tiles: torch.Tensor,
+    routes: torch.Tensor,
     tile_rows: int,
     arena: torch.Tensor,
-    table: torch.Tensor,
-    bases: torch.Tensor,
-    origins: torch.Tensor,
     first_site: int,
     v: torch.Tensor,
-    u: torch.Tensor,
+    parameters: launch.Shrink | None = None,
 ) -> None:
-    own, shared = v.numel() > 0, u.numel() > 0
-    if not own and not shared:
-        return
-    split, _, n_slices, _ = (v if own else u).shape
-    v_rank, u_rank = (v.shape[-1] if own else 0), (u.shape[-1] if shared else 0)
-    parameters = launch.shrink(tile_rows, arena.dtype, max(v_rank, u_rank))
-    _shrink[(n_slices * parameters.rank_programs, split, tiles.shape[0])](
+    """``parameters``: those of the table if not given."""
+    split, rows, n_slices, max_rank = v.shape
+    parameters = parameters or launch.shrink("shrink", rows, arena.dtype, max_rank)
+    # No more programs than blocks of ranks there can be.
+    _, n_tiles, width = tiles.shape
+    most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
+    programs = max(1, min(most, parameters.programs // (n_slices * split)))
+    _shrink[(programs, n_slices * split)](
         x,
-        row_slot,
-        order,
         tiles,
+        routes,
         arena,
-        table,
-        bases,
-        origins,
         v,
-        u,
         first_site,
-        table.shape[1],
+        routes.shape[1],
+        n_tiles,
+        split,
         x.stride(0),
         x.shape[1],
-        v_rank,
-        v.stride(1) if own else 0,
-        v.stride(0) if own else 0,
-        u_rank,
-        u.stride(1) if shared else 0,
-        u.stride(0) if shared else 0,
-        OWN=own,
-        SHARED=shared,
-        N_SLICES=n_slices,
-        SLICES=triton.next_power_of_2(n_slices),
+        v.stride(2),
+        v.stride(1),
+        v.stride(0),
+        TILES=max(16, triton.next_power_of_2(n_tiles)),
         VECTOR=16 // arena.itemsize,
+        WIDTH=width,
         ROWS=tile_rows,
-        SPLIT=split,
-        RANK_PROGRAMS=parameters.rank_programs,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
+        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
     )

@@ -1,0 +1,719 @@
+"""Chooses the launch parameters of shrink and expand for decode, and measures what one decode step costs.
+
+    PYTHONPATH=kernels python benchmarks/tune.py --out benchmarks/results/h200 --deadline 480
+
+Needs a CUDA GPU, torch and Triton; begins nothing after ``--deadline`` seconds. Writes ``tune.csv``, every measurement,
+and ``launch_table.json``, the table with the best entries: copy it over ``kernels/scute_kernels/launch_table.json`` and
+commit it. Prints both in short.
+
+What is measured is what a server adds to a decode step: a CUDA graph of ``--layers`` layers holds the base GEMMs of the
+modules of a layer, each followed by the adapters' kernels, with weights and adapters of its own for every layer; the
+time of the same graph without adapters is subtracted. So base weights pass through the L2 cache between two kernels,
+as they do when serving. As in the graphs of a server, every kernel holds the code of own and shared pairs, and the
+scratch is as wide as the largest rank that may come. Figures are microseconds per layer, medians of replays.
+
+The shrinks run on a second stream beside the base GEMM, as they do in a server.
+
+Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
+dependent loads from memory, per load; then for each number of rows ``expand``, ``early`` (programmatic dependent
+launch), ``tiles``, ``shrink``, ``share``, ``grid``, candidates on batches; ``final``, the best, its shrinks and its
+expands without the other, and a copy that moves as many bytes.
+
+Every candidate is compared with the references before it is timed; one that fails or is wrong is reported and left out.
+Kernels are compiled in ``--workers`` processes before anything is timed: Triton keeps them on disk.
+
+``--smoke`` tries it all on tiny shapes: with TRITON_INTERPRET=1 on a CPU, where the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from scute_kernels import launch, table
+from scute_kernels.expand import kernel as expand_kernel
+from scute_kernels.expand import reference as expand_reference
+from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.route import kernel as route_kernel
+from scute_kernels.shared_expand import kernel as shared_expand_kernel
+from scute_kernels.shared_expand import reference as shared_expand_reference
+from scute_kernels.shared_route import kernel as shared_route_kernel
+from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
+from scute_kernels.shared_shrink import reference as shared_shrink_reference
+from scute_kernels.shrink import kernel as shrink_kernel
+from scute_kernels.shrink import reference as shrink_reference
+from shapes import MODELS, ModelShape, Module
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+MAX_RANK = 1024  # R of the scratch: what a server assumes if it is told nothing
+REPLAYS = 15
+
+
+# --- what is tried ---------------------------------------------------------------------------------------------------
+
+Parameters = launch.Shrink | launch.Expand
+
+
+def shrinks(start: launch.Shrink, **options: Sequence[Any]) -> list[launch.Shrink]:
+    """``start``, and it with each of the values of each option."""
+    return [start, *(replace(start, **{name: value}) for name, values in options.items() for value in values)]
+
+
+ROW_SHRINK = launch.Shrink(block_rank=4, block_in=1024, share=16384, programs=528, num_warps=4, num_stages=3)
+ROW_SHRINKS = [
+    replace(ROW_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
+    for block_rank, block_in, num_warps, num_stages in (
+        (4, 1024, 4, 3),
+        (4, 512, 4, 3),
+        (4, 1024, 8, 3),
+        (4, 2048, 8, 2),
+        (8, 512, 4, 3),
+        (8, 1024, 8, 3),
+        (8, 512, 8, 4),
+        (2, 2048, 4, 3),
+        (2, 1024, 4, 4),
+        (16, 512, 8, 3),
+        (16, 256, 4, 3),
+    )
+]
+ROW_EXPAND = launch.Expand(block_rank=16, block_out=128, tile_programs=1, num_warps=1, num_stages=1, pdl=False)
+ROW_EXPANDS = [
+    replace(ROW_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
+    for block_rank, block_out, num_warps in (
+        (16, 128, 1),
+        (16, 256, 1),
+        (16, 256, 2),
+        (16, 512, 2),
+        (32, 128, 1),
+        (32, 256, 1),
+        (32, 256, 2),
+        (64, 128, 1),
+        (64, 128, 2),
+    )
+]
+TILE_SHRINK = launch.Shrink(block_rank=16, block_in=256, share=2048, programs=396, num_warps=4, num_stages=3)
+TILE_SHRINKS = shrinks(TILE_SHRINK, block_in=(128,), block_rank=(32,), num_warps=(2,))
+TILE_EXPAND = launch.Expand(block_rank=16, block_out=128, tile_programs=16, num_warps=4, num_stages=1, pdl=False)
+TILE_EXPANDS = [
+    replace(TILE_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
+    for block_rank, block_out, num_warps in (
+        (16, 128, 4),
+        (16, 64, 4),
+        (16, 64, 2),
+        (16, 256, 4),
+        (16, 256, 8),
+        (32, 128, 4),
+        (64, 128, 4),
+    )
+]
+SHARED_SHRINKS = [
+    replace(TILE_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
+    for block_rank, block_in, num_warps, num_stages in (
+        (16, 256, 4, 3),
+        (16, 256, 2, 3),
+        (16, 128, 4, 4),
+        (16, 512, 4, 3),
+        (32, 256, 4, 3),
+        (32, 128, 4, 4),
+        (64, 128, 4, 4),
+    )
+]
+SHARED_EXPAND = launch.Expand(block_rank=128, block_out=64, tile_programs=4, num_warps=4, num_stages=1, pdl=False)
+SHARED_EXPANDS = [
+    replace(SHARED_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps, num_stages=num_stages)
+    for block_rank, block_out, num_warps, num_stages in (
+        (128, 64, 4, 1),
+        (128, 128, 8, 1),
+        (256, 64, 8, 1),
+        (64, 64, 4, 3),
+        (64, 128, 4, 3),
+        (128, 64, 4, 2),
+        (64, 32, 2, 3),
+        (128, 32, 4, 2),
+    )
+]
+SHARES = (1024, 2048, 4096, 16384)
+PROGRAMS = (264, 396, 792, 1584)
+TILE_PROGRAMS = (1, 4, 32)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The parts of an adapter at every site."""
+
+    name: str
+    rank: int = 0
+    scale: bool = False
+    basis_rank: int = 0
+
+
+R16, R64, R256 = Method("LoRA r16", 16), Method("LoRA r64", 64), Method("LoRA r256", 256)
+DORA, IA3, VERA = Method("DoRA r16", 16, scale=True), Method("(IA)3", scale=True), Method("VeRA r256", basis_rank=256)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A decode batch. ``slots``: methods of the resident adapters. ``rows``: the slot of each row."""
+
+    name: str
+    slots: tuple[Method, ...]
+    rows: tuple[int, ...]
+
+
+def distinct(name: str, methods: Sequence[Method]) -> Batch:
+    return Batch(name, tuple(methods), tuple(range(len(methods))))
+
+
+# By the entry of the table that they decide: own parts or shared bases, and the most rows that it is for.
+BATCHES = {
+    ("own", 16): (
+        distinct("16 LoRA r16", [R16] * 16),
+        distinct("16 LoRA r64", [R64] * 16),
+        distinct("16 LoRA r256", [R256] * 16),
+        distinct("16: LoRA DoRA (IA)3", [R16, DORA, IA3, R16] * 4),
+        Batch("16 rows of one LoRA r16", (R16,), (0,) * 16),
+    ),
+    ("shared", 256): (
+        distinct("1 VeRA r256", [VERA]),
+        distinct("16 VeRA r256", [VERA] * 16),
+        distinct("20: LoRA DoRA (IA)3 VeRA", [R16, DORA, IA3, VERA] * 5),
+        distinct("64: (IA)3 VeRA", [IA3] * 32 + [VERA] * 32),
+    ),
+    ("own", 4): (
+        distinct("1 LoRA r16", [R16]),
+        distinct("4 LoRA r16", [R16] * 4),
+        distinct("4 LoRA r64", [R64] * 4),
+    ),
+    ("own", 64): (
+        distinct("20 LoRA r16", [R16] * 20),
+        Batch("64 rows of 20 LoRA r16", (R16,) * 20, tuple(n % 20 for n in range(64))),
+        Batch("64 rows of one LoRA r16", (R16,), (0,) * 64),
+        distinct("64 LoRA r16", [R16] * 64),
+    ),
+    ("own", 256): (
+        Batch("128 rows of 20 LoRA r16", (R16,) * 20, tuple(n % 20 for n in range(128))),
+        Batch("256 rows of 64 LoRA r16", (R16,) * 64, tuple(n % 64 for n in range(256))),
+        Batch("256 rows of one LoRA r16", (R16,), (0,) * 256),
+    ),
+}
+Entry = tuple[str, int]
+
+
+# --- one batch in one model ------------------------------------------------------------------------------------------
+
+
+class Site:
+    """One module in every layer: the adapters of a batch, its activations and scratch."""
+
+    def __init__(self, module: Module, batch: Batch, dtype: torch.dtype, layers: int, max_rank: int) -> None:
+        self.module, self.batch, self.dtype = module, batch, dtype
+        self.n_slices, self.n_rows = len(module.widths), len(batch.rows)
+        self.offsets = list(accumulate(module.widths, initial=0))
+        self.shares = any(method.basis_rank for method in batch.slots)
+        self.max_rank = max_rank
+        self._fill(layers)
+        rows = self.n_rows
+        tile_rows = 1 if rows <= FEW_ROWS else 16
+        own = self._plan([-1] * len(batch.slots), tile_rows, table.FIELDS)
+        route_kernel.route(own.tiles, own.routes, self.table)
+        grouped = self._plan([0] * len(batch.slots), 16, table.SHARED_FIELDS)
+        shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
+        self.own: tuple[Any, ...] = (own.tiles, own.routes, tile_rows, self.arena)
+        self.grouped: tuple[Any, ...] = (grouped.tiles, grouped.routes, self.arena, self.table)
+        self.x = torch.randn(rows, module.in_features, dtype=dtype, device=DEVICE)
+        self.h = torch.randn(rows, self.offsets[-1], dtype=dtype, device=DEVICE)
+
+    def _plan(self, groups: list[int], tile_rows: int, fields: int) -> BatchPlan:
+        """As a server makes it: the grouped plan knows only the rows with a shared basis."""
+        slots = self.batch.rows
+        if fields == table.SHARED_FIELDS:
+            slots = [slot if slot >= 0 and self.batch.slots[slot].basis_rank else -1 for slot in slots]
+        packed = build_plan(slots, [1] * self.n_rows, groups, self.n_rows, 16, tile_rows).to(DEVICE)
+        tiles = most_tiles(self.n_rows, 16, len(groups))
+        routes = self.table.new_empty(tiles, self.table.shape[1], fields)
+        return view_plan(packed, self.n_rows, 16, routes)
+
+    def _fill(self, layers: int) -> None:
+        sites = layers * self.n_slices
+        entries = torch.full((len(self.batch.slots), sites, table.FIELDS), -1, dtype=torch.int64)
+        entries[..., [table.RANK, table.BLOCK, table.BLOCK_STRIDE]] = 0
+        end = 0
+
+        def put(elements: int) -> int:
+            nonlocal end
+            offset = end
+            end = -(-(end + elements) // 128) * 128
+            return offset
+
+        for slot, method in enumerate(self.batch.slots):
+            for site in range(sites):
+                width, row = self.module.widths[site % self.n_slices], entries[slot, site]
+                if method.rank:
+                    row[table.RANK] = method.rank
+                    row[table.A], row[table.B] = put(method.rank * self.module.in_features), put(method.rank * width)
+                if method.scale:
+                    row[table.SCALE] = put(width)
+                if method.basis_rank:
+                    row[table.BASIS], row[table.D], row[table.E] = 0, put(method.basis_rank), put(width)
+        bases = torch.zeros(1, table.BASIS_FIELDS, dtype=torch.int64)
+        if rank := max(method.basis_rank for method in self.batch.slots):
+            widest = max(self.module.widths)
+            bases[0, table.BASIS_A] = put(rank * self.module.in_features)
+            bases[0, table.BASIS_A_STRIDE] = self.module.in_features
+            bases[0, table.BASIS_B], bases[0, table.BASIS_B_STRIDE] = put(rank * widest), widest
+            bases[0, table.BASIS_RANK] = rank
+        self.arena = torch.empty(max(end, 128), dtype=self.dtype, device=DEVICE).normal_(std=0.02)
+        self.table, self.bases = entries.to(DEVICE), bases.to(DEVICE)
+        self.origins = torch.zeros(sites, 2, dtype=torch.int64, device=DEVICE)
+
+    def bytes(self) -> int:
+        """Of the adapters of one layer, each once; activations are small beside them."""
+        elements, width = 0, self.offsets[-1]
+        for slot in set(self.batch.rows):
+            method = self.batch.slots[slot]
+            elements += method.rank * (self.n_slices * self.module.in_features + width) + width * method.scale
+            elements += (method.basis_rank * self.n_slices + width) if method.basis_rank else 0
+        basis = max(self.batch.slots[slot].basis_rank for slot in self.batch.rows)
+        return (elements + basis * (self.module.in_features + max(self.module.widths))) * self.dtype.itemsize
+
+    def scratch(self, setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+        """``v`` and ``u`` as a server makes them for a graph."""
+        shape = (self.n_rows, self.n_slices, self.max_rank)
+        splits = [
+            launch.split_of(self.module.in_features, one.share) for one in (setting.shrink, setting.shared_shrink)
+        ]
+        return torch.empty(splits[0], *shape, device=DEVICE), torch.empty(splits[1], *shape, device=DEVICE)
+
+    def shrink(self, layer: int, scratch: tuple[torch.Tensor, torch.Tensor], setting: Setting) -> None:
+        site = layer * self.n_slices
+        shrink_kernel.shrink(self.x, *self.own, site, scratch[0], setting.shrink)
+        if self.shares:
+            shared_shrink_kernel.shared_shrink(self.x, *self.grouped, site, scratch[1], setting.shared_shrink)
+
+    def expand(self, h: torch.Tensor, layer: int, scratch: tuple[torch.Tensor, torch.Tensor], setting: Setting) -> None:
+        site, offsets = layer * self.n_slices, self.offsets
+        expand_kernel.expand(h, scratch[0], *self.own, site, offsets, setting.expand)
+        if self.shares:
+            shared_expand_kernel.shared_expand(h, scratch[1], *self.grouped, site, offsets, setting.shared_expand)
+
+    @cached_property
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``v``, ``u`` and ``h`` of the last layer by the references, the planes summed, 0 where nothing is written."""
+        first_site = self.table.shape[1] - self.n_slices
+        shape = (1, self.n_rows, self.n_slices, self.max_rank)
+        v, u, h = torch.zeros(shape, device=DEVICE), torch.zeros(shape, device=DEVICE), self.h.clone()
+        shrink_reference.shrink(self.x, *self.own, first_site, v)
+        expand_reference.expand(h, v, *self.own, first_site, self.offsets)
+        if self.shares:
+            shared_shrink_reference.shared_shrink(self.x, *self.grouped, first_site, u)
+            shared_expand_reference.shared_expand(h, u, *self.grouped, first_site, self.offsets)
+        return v[0], u[0], h
+
+    def wrong(self, setting: Setting) -> str | None:
+        """How the kernels differ from the references in the last layer, if they do."""
+        layer = self.table.shape[1] // self.n_slices - 1
+        scratch, h = self.scratch(setting), self.h.clone()
+        for planes in scratch:
+            planes.zero_()
+        self.shrink(layer, scratch, setting)
+        self.expand(h, layer, scratch, setting)
+        *products, expected = self.expected
+        for name, planes, wanted in zip("vu", scratch, products, strict=True):
+            # fp32 sums of `in` products of about 0.02, in another order
+            error, allowed = (planes.sum(0) - wanted).abs().max().item(), self.module.in_features * 2.0**-23
+            if not error <= allowed:
+                return f"shrink: {name} is off by {error:.3g}, {allowed:.3g} is allowed, at {self.module.name}"
+        # v is rounded before it meets b, the result once more
+        effect = (expected - self.h).float().abs().max()
+        allowed = torch.finfo(self.dtype).eps * (expected.float().abs() + 4 * effect)
+        excess = ((h.float() - expected.float()).abs() - allowed).max().item()
+        return None if excess <= 0 else f"expand is off by {excess:.3g} more than is allowed at {self.module.name}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Parameters of a step."""
+
+    shrink: launch.Shrink
+    expand: launch.Expand
+    shared_shrink: launch.Shrink = TILE_SHRINK
+    shared_expand: launch.Expand = SHARED_EXPAND
+
+
+class Step:
+    """The adapted modules of all layers for one batch."""
+
+    def __init__(self, model: ModelShape, batch: Batch, dtype: torch.dtype, layers: int, weights: Weights) -> None:
+        max_rank = min(MAX_RANK, model.hidden)  # less in the smoke test only
+        self.batch, self.layers, self.weights = batch, layers, weights
+        self.sites = [Site(module, batch, dtype, layers, max_rank) for module in model.modules]
+        self.outputs = [torch.empty_like(site.h) for site in self.sites]
+
+    def wrong(self, setting: Setting) -> str | None:
+        return next(filter(None, (site.wrong(setting) for site in self.sites)), None)
+
+    def added(self, setting: Setting, shrink: bool = True, expand: bool = True) -> float:
+        """Seconds that the adapters add to a layer; of the shrinks or the expands alone."""
+        return self._seconds(setting, shrink, expand) - self._seconds(None, False, False)
+
+    def _seconds(self, setting: Setting | None, shrink: bool, expand: bool) -> float:
+        scratch = [site.scratch(setting) for site in self.sites] if setting else []
+        side = None if INTERPRETED else torch.cuda.Stream()
+
+        def run() -> None:
+            for layer in range(self.layers):
+                for number, (site, h) in enumerate(zip(self.sites, self.outputs, strict=True)):
+                    weight = self.weights.of(number, layer)
+                    main = None if side is None else torch.cuda.current_stream()
+                    if setting and shrink:
+                        if side is None or main is None:
+                            site.shrink(layer, scratch[number], setting)
+                        else:
+                            side.wait_stream(main)
+                            with torch.cuda.stream(side):
+                                site.shrink(layer, scratch[number], setting)
+                    torch.mm(site.x, weight.t(), out=h)
+                    if setting and shrink and side is not None and main is not None:
+                        main.wait_stream(side)
+                    if setting and expand:
+                        site.expand(h, layer, scratch[number], setting)
+
+        return seconds(run) / self.layers
+
+    def copy_seconds(self) -> float:
+        """Per layer, of a copy of as many bytes at every module: half of them read, half written."""
+        buffers = [
+            torch.empty(self.layers, 2, max(1, site.bytes() // 2), dtype=torch.uint8, device=DEVICE)
+            for site in self.sites
+        ]
+
+        def run() -> None:
+            for layer in range(self.layers):
+                for buffer in buffers:
+                    buffer[layer, 0].copy_(buffer[layer, 1])
+
+        return seconds(run) / self.layers
+
+    def bytes(self) -> int:
+        return sum(site.bytes() for site in self.sites)
+
+
+class Weights:
+    """The base weights of all layers, ``(out, in)``."""
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype, layers: int) -> None:
+        self._weights = [
+            torch.empty(layers, sum(module.widths), module.in_features, dtype=dtype, device=DEVICE).normal_(std=0.02)
+            for module in model.modules
+        ]
+
+    def of(self, module: int, layer: int) -> torch.Tensor:
+        return self._weights[module][layer]
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Median time of ``run`` as a CUDA graph."""
+    if INTERPRETED:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(REPLAYS + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+# --- the floor -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _empty(pointer):
+    pass
+
+
+@triton.jit
+def _chain(next_ptr, out_ptr, steps):
+    """Follows ``steps`` links: each load waits for the one before it."""
+    place = tl.program_id(0).to(tl.int64)
+    for _ in range(steps):
+        place = tl.load(next_ptr + place)
+    tl.store(out_ptr + tl.program_id(0), place)
+
+
+def floor(bench: Bench) -> None:
+    """Microseconds of a launch in a graph, and of a load from memory that the next load waits for."""
+    launches, programs = 256, 4 if INTERPRETED else 528
+    size = 1 << (10 if INTERPRETED else 27)  # 1 GiB of links: far more than any L2
+    out = torch.empty(programs, dtype=torch.int64, device=DEVICE)
+    links = (torch.arange(size, device=DEVICE) * 1_000_003 + 12_345_677) % size  # neighbours lie far apart
+    for grid in (1, programs):
+
+        def many_empty(grid: int = grid) -> None:
+            for _ in range(launches):
+                _empty[(grid,)](out)
+
+        bench.record("floor", f"empty kernel, {grid} programs", us=seconds(many_empty) / launches * 1e6)
+    times = {}
+    for steps in (1, 9):
+
+        def many_chains(steps: int = steps) -> None:
+            for _ in range(16):
+                _chain[(programs,)](links, out, steps)
+
+        times[steps] = seconds(many_chains)
+    bench.record("floor", "a dependent load", us=(times[9] - times[1]) / 16 / 8 * 1e6)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+class DeadlinePassed(RuntimeError):
+    """There is no time for more."""
+
+
+COLUMNS = ("seconds", "stage", "what", "batch", "us", "us_shrink", "us_expand", "us_by_copy", "bytes", "error")
+
+
+class Bench:
+    """Settings, time and records of a run."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.began = arguments, time.monotonic()
+        self.dtype = getattr(torch, arguments.dtype)
+        self.model = MODELS["tiny" if arguments.smoke else arguments.model]
+        self.out = Path(arguments.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._file = (self.out / "tune.csv").open("w", newline="")
+        self._writer: csv.DictWriter[str] = csv.DictWriter(self._file, COLUMNS)
+        self._writer.writeheader()
+
+    def check_deadline(self) -> None:
+        if time.monotonic() - self.began > self.arguments.deadline:
+            raise DeadlinePassed(f"the deadline of {self.arguments.deadline} s has passed")
+
+    def record(self, stage: str, what: str, **fields: Any) -> None:
+        passed = time.monotonic() - self.began
+        row: dict[str, Any] = {"seconds": round(passed, 1), "stage": stage, "what": what, **fields}
+        self._writer.writerow(row)
+        self._file.flush()
+        values = ", ".join(f"{name} {value:.2f}" for name, value in fields.items() if isinstance(value, float))
+        batch, error = fields.get("batch", ""), fields.get("error", "")
+        print(f"{passed:6.1f} s  {stage:7} {what:40.40} {batch:26} {values} {error}", flush=True)
+
+
+def brief(parameters: Parameters) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(parameters).items() if value is not False)
+
+
+def best(
+    bench: Bench, stage: str, steps: Sequence[Step], settings: Iterable[tuple[str, Setting]], so_far: Setting
+) -> Setting:
+    """The setting whose times have the least geometric mean over the batches."""
+    times: dict[Setting, list[float]] = {}
+    for what, setting in settings:
+        bench.check_deadline()
+        try:
+            problem = next(filter(None, (step.wrong(setting) for step in steps)), None)
+            if problem is None:
+                times[setting] = [step.added(setting) for step in steps]
+        except (RuntimeError, ValueError, triton.TritonError) as error:  # out of shared memory, say
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if problem is not None:
+            bench.record(stage, what, error=problem)
+            times.pop(setting, None)
+            continue
+        for step, seconds_added in zip(steps, times[setting], strict=True):
+            bench.record(stage, what, batch=step.batch.name, us=seconds_added * 1e6)
+    if not times:
+        return so_far
+    # The logarithms of two settings differ by the mean ratio of their times. Below a microsecond is noise.
+    return min(times, key=lambda setting: math.fsum(math.log(max(added, 1e-6)) for added in times[setting]))
+
+
+def settings_of(kind: str, stage: str, chosen: Setting, row_tiles: bool, smoke: bool) -> Iterator[tuple[str, Setting]]:
+    """The candidates of a stage. ``kind``: "own" or "shared". ``row_tiles``: whether a tile of own parts is a row."""
+    prefix = "shared_" if kind == "shared" else ""
+    shrink: launch.Shrink = getattr(chosen, f"{prefix}shrink")
+    expand: launch.Expand = getattr(chosen, f"{prefix}expand")
+    tried: Sequence[Parameters] = []
+    if stage == "expand":
+        tried = SHARED_EXPANDS if kind == "shared" else ROW_EXPANDS if row_tiles else TILE_EXPANDS
+    elif stage == "early" and (row_tiles or kind == "shared") and launch.supports_pdl():
+        tried = [expand, replace(expand, pdl=True)]
+    elif stage == "tiles" and not (row_tiles and kind == "own"):
+        tried = [replace(expand, tile_programs=count) for count in TILE_PROGRAMS]
+    elif stage == "shrink":
+        tried = SHARED_SHRINKS if kind == "shared" else ROW_SHRINKS if row_tiles else TILE_SHRINKS
+    elif stage == "share":
+        tried = [shrink, *(replace(shrink, share=share) for share in SHARES)]
+    elif stage == "grid":
+        tried = [shrink, *(replace(shrink, programs=programs) for programs in PROGRAMS)]
+    for parameters in tried[: 2 if smoke else None]:
+        name = "expand" if isinstance(parameters, launch.Expand) else "shrink"
+        yield brief(parameters), replace(chosen, **{prefix + name: parameters})
+
+
+STAGES = ("expand", "early", "tiles", "shrink", "share", "grid")
+
+
+def start_of(kind: str, most: int) -> Setting:
+    """Where the search for an entry begins."""
+    if kind == "own" and most > FEW_ROWS:
+        return Setting(TILE_SHRINK, TILE_EXPAND)
+    return Setting(ROW_SHRINK, ROW_EXPAND)
+
+
+def compile_all(arguments: argparse.Namespace) -> None:
+    """Compiles what the stages will try, several processes at once."""
+    jobs: dict[tuple[int, bool, Setting], None] = {}  # in order, each once; kernels depend on tiles by a power of two
+    for (kind, most), batches in BATCHES.items():
+        for rows in dict.fromkeys(triton.next_power_of_2(len(batch.rows)) for batch in batches):
+            for stage in STAGES:
+                for _, setting in settings_of(kind, stage, start_of(kind, most), most <= FEW_ROWS, smoke=False):
+                    jobs[max(16, rows), kind == "shared", setting] = None
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, ((arguments, *job) for job in jobs)))
+
+
+def _compile(job: tuple[argparse.Namespace, int, bool, Setting]) -> None:
+    """Launches the kernels over dead tiles, which touch no memory of the adapters."""
+    arguments, rows, shares, setting = job
+    method = Method("none", basis_rank=1 if shares else 0)
+    batch = Batch("none", (method,), (-1,) * rows)
+    for module in MODELS[arguments.model].modules:
+        site = Site(module, batch, getattr(torch, arguments.dtype), 1, MAX_RANK)
+        scratch = site.scratch(setting)
+        with suppress(RuntimeError, triton.TritonError):  # reported when it is measured
+            site.shrink(0, scratch, setting)
+            site.expand(site.h, 0, scratch, setting)
+    torch.cuda.synchronize()
+
+
+def write_table(bench: Bench, chosen: dict[Entry, Setting]) -> None:
+    """The checked-in table with the entries that were decided replaced."""
+    new = json.loads(launch.TABLE.read_text())
+    device = "CPU" if INTERPRETED else torch.cuda.get_device_name()
+    new["made"] = f"benchmarks/tune.py, {device}, torch {torch.__version__}, triton {triton.__version__}"
+    for (kind, most), setting in chosen.items():
+        for name in ("shrink", "expand"):
+            operator = name if kind == "own" else f"shared_{name}"
+            rows = [row for row in new[operator]["half"] if row["max_rows"] != most]
+            rows.append({"max_rows": most, **asdict(getattr(setting, operator))})
+            new[operator]["half"] = sorted(
+                rows, key=lambda row: math.inf if row["max_rows"] is None else row["max_rows"]
+            )
+    (bench.out / "launch_table.json").write_text(table_text(new))
+
+
+def table_text(new: dict[str, Any]) -> str:
+    """As JSON, an entry a line."""
+    lines = ["{", f' "made": {json.dumps(new["made"])},']
+    operators = ("shrink", "expand", "shared_shrink", "shared_expand")
+    for operator in operators:
+        lines.append(f' "{operator}": {{')
+        for precision in ("half", "single"):
+            entries = ",\n".join(f"   {json.dumps(row)}" for row in new[operator][precision])
+            lines += [f'  "{precision}": [', entries, "  ]" + ("," if precision == "half" else "")]
+        lines.append(" }" + ("" if operator == operators[-1] else ","))
+    return "\n".join([*lines, "}", ""])
+
+
+def run(bench: Bench) -> None:
+    arguments = bench.arguments
+    floor(bench)
+    if arguments.workers and not INTERPRETED:
+        compile_all(arguments)
+        bench.record("compile", f"in {arguments.workers} processes")
+    weights = Weights(bench.model, bench.dtype, arguments.layers)
+    chosen: dict[Entry, Setting] = {}
+    own: Setting | None = None  # the best for own parts, which the batches of shared bases have beside them
+    for (kind, most), batches in BATCHES.items():
+        tried = [small(batches[-1])] if arguments.smoke else batches
+        steps = [Step(bench.model, batch, bench.dtype, arguments.layers, weights) for batch in tried]
+        setting = own if own and kind == "shared" else start_of(kind, most)
+        try:
+            for stage in STAGES:
+                candidates = settings_of(kind, stage, setting, most <= FEW_ROWS, arguments.smoke)
+                setting = best(bench, stage, steps, candidates, setting)
+                chosen[kind, most] = setting
+            own = own or setting
+            for step in steps:
+                bench.check_deadline()
+                bench.record(
+                    "final",
+                    f"{kind}, at most {most} rows",
+                    batch=step.batch.name,
+                    us=step.added(setting) * 1e6,
+                    us_shrink=step.added(setting, expand=False) * 1e6,
+                    us_expand=step.added(setting, shrink=False) * 1e6,
+                    us_by_copy=step.copy_seconds() * 1e6,
+                    bytes=step.bytes(),
+                )
+        finally:
+            write_table(bench, chosen)
+        del steps
+
+
+def small(batch: Batch) -> Batch:
+    """The same mix with at most 3 rows: the interpreter is slow."""
+    rows = batch.rows[:2] + batch.rows[-1:] if FEW_ROWS >= len(batch.rows) > 3 else batch.rows
+    slots = tuple(
+        replace(method, rank=min(method.rank, 20), basis_rank=min(method.basis_rank, 20)) for method in batch.slots
+    )
+    return Batch(batch.name, slots, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="folder for tune.csv and launch_table.json")
+    parser.add_argument("--model", choices=list(MODELS), default="Llama-3.1-8B")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the measured graph")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile; 0 compiles when it measures")
+    parser.add_argument("--deadline", type=float, default=480, help="seconds")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes and few candidates")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.layers = 1
+    bench = Bench(arguments)
+    torch.manual_seed(0)
+    try:
+        run(bench)
+    except DeadlinePassed as passed:
+        bench.record("end", "", error=str(passed))
+    finally:
+        if (bench.out / "launch_table.json").exists():
+            print((bench.out / "launch_table.json").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""``shared_shrink``: ``(x a_shared^T) * d`` of the shared bases, for every slice of a fused projection."""
+
+from scute_kernels.operator import MEMORY, PLAN, register
+from scute_kernels.shared_shrink import kernel, reference
+
+shared_shrink = register(
+    "shared_shrink",
+    f"Tensor x, {PLAN}, {MEMORY}, int first_site, Tensor(a!) u",
+    reference.shared_shrink,
+    kernel.shared_shrink,
+)
+"""``shared_shrink(x, tiles, routes, arena, table, first_site, u)``
+
+``u[:, n, i, :rank].sum(0) = (x[n] a_shared^T) * d`` with the basis of the tile of row ``n`` at site ``first_site + i``
+and the row's own ``d`` there, 1 if absent. Rows and slices without a basis and columns at or beyond the rank are left
+unwritten; a row that has no basis itself, in a tile that has one, gets the product.
+
+``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``u``: ``(SPLIT, N, n_slices, R)`` fp32 contiguous, R at least
+every rank; ``shared_expand`` sums the planes, always in the same order. The plan is a grouped plan.
+"""

@@ -1,0 +1,189 @@
+"""shared_shrink: the Triton kernel. A program multiplies a tile by some ranks and a share of the features of its basis.
+
+The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do. Slices of a module that
+have the same basis read it from the L2 cache, each for itself.
+"""
+
+# What @triton.jit compiles is Python by syntax only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from scute_kernels import launch
+from scute_kernels.device import (
+    FIELDS,
+    SHARED_A,
+    SHARED_A_STRIDE,
+    SHARED_BASIS,
+    SHARED_FIELDS,
+    SHARED_RANK,
+    D,
+    known_multiple,
+    rows_of_tile,
+    slots_of_tile,
+)
+
+# Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
+# does not take the registers, hence the occupancy, of the other.
+UNALIGNED_BLOCK = tl.constexpr(32)
+
+
+@triton.jit
+def _product(
+    x_rows,
+    a_ptr,
+    a_stride,
+    r,
+    rank,
+    live,
+    first,
+    last,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """``x a^T`` over the features from ``first`` to ``last``, ``(ROWS, BLOCK_RANK)`` fp32. ``x_rows``: pointers to the
+    rows, ``(ROWS, 1)``; ``r``: the ranks."""
+    a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
+    total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+    for start in range(first, last, BLOCK_IN):
+        k = start + tl.arange(0, BLOCK_IN)
+        a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
+        x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
+def _shared_shrink(
+    x_ptr,
+    tiles_ptr,
+    routes_ptr,
+    arena_ptr,
+    table_ptr,
+    u_ptr,
+    first_site,
+    sites,
+    n_tiles,
+    split,
+    tiles_stride,
+    x_stride,
+    in_features,
+    slice_stride,
+    row_stride,
+    plane_stride,
+    TILES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    slice_number = tl.program_id(1) // split
+    share = tl.program_id(1) % split
+    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
+    first_feature = share * width_of_share
+    last_feature = tl.minimum(first_feature + width_of_share, in_features)
+    site = first_site + slice_number
+
+    tiles = tl.arange(0, TILES)
+    routes = routes_ptr + (tiles.to(tl.int64) * sites + site) * SHARED_FIELDS
+    bases = tl.load(routes + SHARED_BASIS, mask=tiles < n_tiles, other=-1)
+    ranks = tl.load(routes + SHARED_RANK, mask=tiles < n_tiles, other=0)
+    blocks = tl.cdiv(tl.where(bases >= 0, ranks, 0), BLOCK_RANK).to(tl.int32)
+    ends = tl.cumsum(blocks, axis=0)
+
+    for piece in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
+        tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
+        block = piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+        rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
+        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
+        route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
+        rank = tl.load(route + SHARED_RANK).to(tl.int32)
+        offset = tl.load(route + SHARED_A)
+        stride = tl.load(route + SHARED_A_STRIDE)
+        live = rows >= 0
+        r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+        wanted = live[:, None] & (r < rank)[None, :]
+        d_offsets = tl.load(table_ptr + (slots * sites + site) * FIELDS + D, mask=live, other=-1)
+        d_pointers = arena_ptr + d_offsets[:, None] + r[None, :]
+        d = tl.load(d_pointers, mask=wanted & (d_offsets >= 0)[:, None], other=1.0)
+        x_rows = x_ptr + rows[:, None] * x_stride
+        if (offset % VECTOR == 0) & (stride % VECTOR == 0):
+            product = _product(
+                x_rows,
+                arena_ptr + known_multiple(offset, VECTOR),
+                known_multiple(stride, VECTOR),
+                r,
+                rank,
+                live,
+                first_feature,
+                last_feature,
+                ROWS,
+                BLOCK_RANK,
+                BLOCK_IN,
+            )
+        else:
+            product = _product(
+                x_rows,
+                arena_ptr + offset,
+                stride,
+                r,
+                rank,
+                live,
+                first_feature,
+                last_feature,
+                ROWS,
+                BLOCK_RANK,
+                UNALIGNED_BLOCK,
+            )
+        out_ptr = u_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
+        tl.store(out_ptr + rows[:, None] * row_stride + r[None, :], product * d.to(tl.float32), mask=wanted)
+
+
+def shared_shrink(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    routes: torch.Tensor,
+    arena: torch.Tensor,
+    table: torch.Tensor,
+    first_site: int,
+    u: torch.Tensor,
+    parameters: launch.Shrink | None = None,
+) -> None:
+    """``parameters``: those of the table if not given."""
+    split, rows, n_slices, max_rank = u.shape
+    parameters = parameters or launch.shrink("shared_shrink", rows, arena.dtype, max_rank)
+    # No more programs than blocks of ranks there can be.
+    _, n_tiles, tile_rows = tiles.shape
+    most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
+    programs = max(1, min(most, parameters.programs // (n_slices * split)))
+    _shared_shrink[(programs, n_slices * split)](
+        x,
+        tiles,
+        routes,
+        arena,
+        table,
+        u,
+        first_site,
+        table.shape[1],
+        n_tiles,
+        split,
+        tiles.stride(0),
+        x.stride(0),
+        x.shape[1],
+        u.stride(2),
+        u.stride(1),
+        u.stride(0),
+        TILES=max(16, triton.next_power_of_2(n_tiles)),
+        VECTOR=16 // arena.itemsize,
+        ROWS=tile_rows,
+        BLOCK_RANK=parameters.block_rank,
+        BLOCK_IN=parameters.block_in,
+        num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )
