@@ -95,6 +95,13 @@ def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
     assert torch.equal(pair.a, before)
 
 
+def test_modules_are_in_the_same_order_every_time(tmp_path: Path) -> None:
+    """Tensor-parallel ranks work through them together."""
+    tensors = {f"{PREFIX}{module}.lora_{side}.weight": torch.ones(3, 3) for module in "hcfabged" for side in "AB"}
+    folder = write(tmp_path, tensors, {"peft_type": "LORA", "r": 3})
+    assert len({tuple(load(folder).forms) for _ in range(5)}) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("binary", [False, True])
 def test_types_of_the_file(dtype: torch.dtype, binary: bool, tmp_path: Path) -> None:
