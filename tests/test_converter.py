@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,23 @@ def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
         file.seek(size // 2)
         file.write(b"\0" * (size - size // 2))
     assert torch.equal(pair.a, before)
+
+
+def test_a_load_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    """safe_open's get_tensor, of safetensors 0.8.0, keeps a Python object or two for every tensor."""
+    shapes = {
+        f"base_model.model.model.layers.{i}.q_proj.lora_{side}.weight": (3, 3) for i in range(50) for side in "AB"
+    }
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    folder = write(tmp_path, tensors, {"peft_type": "LORA", "r": 3})
+    for _ in range(3):
+        load(folder)
+    gc.collect()
+    before, loads = sys.getallocatedblocks(), 20
+    for _ in range(loads):
+        load(folder)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < loads * len(tensors) / 2
 
 
 def test_modules_are_in_the_same_order_every_time(tmp_path: Path) -> None:
