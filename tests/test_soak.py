@@ -33,8 +33,8 @@ CHUNK = 7  # tokens of a prompt per step, beside the decoded ones of other reque
 UNLOAD_SECONDS = 20  # of an unload among running requests, on a machine that does other things too
 CLIENTS = 5
 # Of all processes after the warm-up. Measured are 2 to 5 KiB per cycle with its requests, and less the longer it runs:
-# loads alone are flat, requests alone take 0.4 KiB each at first and next to nothing after 4000. A block that each cycle
-# lost would be 50 KiB.
+# loads alone are flat, requests alone take 0.4 KiB each at first and next to nothing after 4000. A block that each
+# cycle lost would be 50 KiB.
 GROWTH_KIB_PER_CYCLE = 8
 GROWTH_KIB = 4 * 1024
 # Of loads that clients have overtaken.
