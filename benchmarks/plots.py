@@ -2,14 +2,14 @@
 
     python benchmarks/plots.py benchmarks/results/h200
 
-Reads ``server.csv`` (``server.py``), ``tune.csv`` (``tune.py``) and ``kernels.csv`` (``kernels.py``), and writes SVG
-files beside them. A plot without rows is skipped, with a line that says so; so are cases whose names say neither how
-many requests and adapters there are nor their method.
+Reads ``server.csv`` (``server.py``), ``tune.csv`` (``tune.py``) and ``operators.csv`` (``operators.py``), and writes
+SVG files beside them. A plot without rows is skipped, with a line that says so; so are cases whose names say neither
+how many requests and adapters there are nor their method.
 
 - ``*-tenants``: time over the number of adapters in a batch, with one request each and with a fixed number of requests.
 - ``*-rank``: time over the rank of LoRA.
 - ``*-predicted``: time measured over that of the byte model. Of server and tune it is the model of ``scute plan`` for
-  the shapes and the GPU of the command line, of single kernels their bytes by the measured bandwidth of a copy.
+  the shapes and the GPU of the command line, of single operators their bytes by the measured bandwidth of a copy.
 
 Points of ``server.csv`` are medians of bursts without the first. Its *added* time is that beyond as many base requests
 on a server without LoRA; cases for which those were not measured are left out.
@@ -212,7 +212,7 @@ def predicted(points: Iterable[Point], predictor: Predictor, unit: float) -> Lin
     return found
 
 
-def predicted_kernels(rows: Iterable[Row]) -> Lines:
+def predicted_operators(rows: Iterable[Row]) -> Lines:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         place = float(row["microseconds_by_bytes"]), float(row["microseconds"])
@@ -259,7 +259,7 @@ def save(path: Path, title: str, panels: Sequence[Callable[[Axes], None]]) -> No
 
 def draw_all(folder: Path, shape: ModelShape, gpu: Gpu) -> None:
     """Every plot for which ``folder`` has the rows."""
-    server, tune, kernels = (_read(folder / f"{name}.csv") for name in ("server", "tune", "kernels"))
+    server, tune, operators = (_read(folder / f"{name}.csv") for name in ("server", "tune", "operators"))
     measured, tuned = server_points(server), tune_points(tune)
     milliseconds, microseconds = "added ms per token", "added µs per layer"
     whole = Predictor(shape, gpu, shape.layers, ends=True)
@@ -280,7 +280,7 @@ def draw_all(folder: Path, shape: ModelShape, gpu: Gpu) -> None:
     for name, lines, unit in (
         ("server", predicted(added(measured), whole, 1e-3), milliseconds),
         ("tune", predicted(tuned, one_layer, 1e-6), microseconds),
-        ("kernels", predicted_kernels(kernels), "µs"),
+        ("operators", predicted_operators(operators), "µs"),
     ):
         panels = [partial(draw_predicted, lines=lines, unit=unit)] if lines else []
         title = f"{name}.csv: predicted and measured"

@@ -81,12 +81,12 @@ def test_prediction_of_the_whole_model_has_its_ends() -> None:
 
 def test_plots_are_drawn_from_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "server.csv", SERVER)
-    kernel = {"phase": "decode", "operator": "shrink", "microseconds": 4.5, "microseconds_by_bytes": 2.25}
-    write(tmp_path / "kernels.csv", [kernel, {**kernel, "operator": "expand", "microseconds": 3.5}])
+    operator = {"phase": "decode", "operator": "shrink", "microseconds": 4.5, "microseconds_by_bytes": 2.25}
+    write(tmp_path / "operators.csv", [operator, {**operator, "operator": "expand", "microseconds": 3.5}])
     plots.draw_all(tmp_path, TINY, GPUS["h200"])
     lines = capsys.readouterr().out.splitlines()
     drawn = {path.name for path in tmp_path.glob("*.svg")}
-    assert drawn == {"server-tenants.svg", "server-rank.svg", "server-predicted.svg", "kernels-predicted.svg"}
+    assert drawn == {"server-tenants.svg", "server-rank.svg", "server-predicted.svg", "operators-predicted.svg"}
     assert sum(line.endswith(": drawn") for line in lines) == 4
     skipped = [line for line in lines if "tune.csv is absent or has no rows for it" in line]
     assert len(skipped) == 3 and len(lines) == 7

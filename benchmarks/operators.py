@@ -1,0 +1,759 @@
+"""Time of every operator of a layer against the time that its bytes need, and two of the project's bars.
+
+    PYTHONPATH=kernels python benchmarks/operators.py --out benchmarks/results/h200 --commit 1a2b3c4
+
+Needs a CUDA GPU, torch and Triton; begins nothing after ``--deadline`` seconds. Writes ``operators.csv``, every
+measurement, and ``operators.md``, the bars. With ``--regression`` it compares the times with those of an earlier
+``operators.csv`` of the same kind of GPU, and exits with 1 if an operator is more than 10 % slower, or was measured
+then and is not now.
+
+A CUDA graph holds one call per layer, each with parts of its own, so what a call reads has left the L2 cache since the
+last replay whenever the parts of all layers exceed it. (In serving it always has: the base weights pass through between
+two calls.) Times are medians of replays, per call, and include the gap between two launches of a graph. Activations and
+scratch are shared by the calls, hence warm, as they are in serving. Plans and scratch are as a server makes them: the
+scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch. Before it
+is timed, the result of each operator is compared with its reference. ``route`` and ``shared_route``, which run once per
+forward, and ``lookup`` are not measured.
+
+Bytes: everything that a kernel must move, once. Parts of every adapter, activations in and out, the planes of the
+scratch. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not counted.
+
+The bars, numbered as the project numbers them:
+
+- 12: ``expand`` of DoRA over that of LoRA, rank 16, in a prefill of 1024 and 4096 rows of one to four adapters, for
+  each module: ``s`` is multiplied while ``h`` is in registers anyway. (The Scute paper: 0.985 to 1.022.)
+- 13: the byte model, ``max(launch, bytes / bandwidth)``, against the measured time, of all rows whose bytes take longer
+  than a launch. Nothing in it is fitted: ``launch`` is an empty kernel, ``bandwidth`` a large copy, both measured here.
+  (``scute plan`` has a larger floor for operators that wait for the base layer; the report says what that changes.)
+
+Kernels are compiled in ``--workers`` processes before anything is timed: Triton keeps them on disk.
+
+``--smoke`` tries it all on tiny shapes: with TRITON_INTERPRET=1 on a CPU, where the times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from scute_kernels import launch, table
+from scute_kernels.expand import kernel as expand_kernel
+from scute_kernels.expand import reference as expand_reference
+from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.rotate import kernel as rotate_kernel
+from scute_kernels.rotate import reference as rotate_reference
+from scute_kernels.route import kernel as route_kernel
+from scute_kernels.shared_expand import kernel as shared_expand_kernel
+from scute_kernels.shared_expand import reference as shared_expand_reference
+from scute_kernels.shared_route import kernel as shared_route_kernel
+from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
+from scute_kernels.shared_shrink import reference as shared_shrink_reference
+from scute_kernels.shrink import kernel as shrink_kernel
+from scute_kernels.shrink import reference as shrink_reference
+from shapes import MODELS, ModelShape, Module
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+KERNELS: Mapping[str, Callable[..., None]] = {
+    "rotate": rotate_kernel.rotate,
+    "shrink": shrink_kernel.shrink,
+    "shared_shrink": shared_shrink_kernel.shared_shrink,
+    "expand": expand_kernel.expand,
+    "shared_expand": shared_expand_kernel.shared_expand,
+}
+REFERENCES: Mapping[str, Callable[..., None]] = {
+    "rotate": rotate_reference.rotate,
+    "shrink": shrink_reference.shrink,
+    "shared_shrink": shared_shrink_reference.shared_shrink,
+    "expand": expand_reference.expand,
+    "shared_expand": shared_expand_reference.shared_expand,
+}
+REPLAYS = 20
+COLD_BYTES = 512 << 20  # what all calls of a graph move together: several times the L2 of any GPU
+MOST_LAYERS = 64
+SPREAD = 0.1  # standard deviation of the parts: large enough that each of them shows in the results
+
+# As scute_sglang/backend.py and plan.py have them, which need more than torch and Triton.
+DECODE_TILE_ROWS, PREFILL_TILE_ROWS, MOST_DECODE_ROWS = 16, 64, 256
+IN_LINE = 2.5e-6
+MAX_RANK = 1024  # R of the scratch of decode: what a server assumes if it is told nothing
+
+MOST_RATIO = 1.02  # bar 12
+MOST_ERROR = 0.14  # bar 13
+MOST_SLOWER = 1.1  # a regression
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """The parts of an adapter at every site. (IA)3 has the scale on k and v, the input scale on down_proj."""
+
+    name: str
+    rank: int = 0
+    scale: bool = False
+    basis_rank: int = 0
+    block: int = 0
+
+
+LORA, DORA = Method("LoRA r16", rank=16), Method("DoRA r16", rank=16, scale=True)
+IA3 = Method("(IA)3", scale=True, block=1)
+METHODS = (
+    LORA,
+    Method("LoRA r64", rank=64),
+    Method("LoRA r256", rank=256),
+    DORA,
+    IA3,
+    Method("VeRA r256", basis_rank=256),
+    Method("OFT b32", block=32),
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of adapters of one method, one request each, as equal in rows as they can be."""
+
+    phase: str
+    rows: int
+    adapters: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each request."""
+        few, more = divmod(self.rows, self.adapters)
+        return [few + (i < more) for i in range(self.adapters)]
+
+
+DECODE, CHUNK, PREFILL = "decode", "chunk", "prefill"  # a chunk: what bar 12 is about
+BATCHES = (
+    Batch(DECODE, 16, 16),
+    *(Batch(CHUNK, rows, adapters) for rows in (1024, 4096) for adapters in (1, 2, 3, 4)),
+    Batch(PREFILL, 8192, 4),
+)
+SMOKE_BATCHES = (Batch(DECODE, 3, 3), Batch(CHUNK, 258, 2), Batch(PREFILL, 70, 2))
+
+
+def methods_of(batch: Batch) -> Sequence[Method]:
+    return (LORA, DORA) if batch.phase == CHUNK else METHODS
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module, adapted by one method, and a batch for it."""
+
+    batch: Batch
+    method: Method
+    module: Module
+    dtype: torch.dtype
+
+    @property
+    def n_slices(self) -> int:
+        return len(self.module.widths)
+
+    def scaled(self, i: int) -> bool:
+        """Whether slice ``i`` has a scale."""
+        if self.method.name != IA3.name:
+            return self.method.scale
+        return self.module.name == "qkv_proj" and i > 0
+
+    @property
+    def block(self) -> int:
+        """Of the rotation, 0 if there is none."""
+        return 0 if self.method.name == IA3.name and self.module.name != "down_proj" else self.method.block
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those that have something to do; of a chunk ``expand`` alone."""
+        if self.batch.phase == CHUNK:
+            return ("expand",)
+        scaled = any(self.scaled(i) for i in range(self.n_slices))
+        wanted = {
+            "rotate": self.block > 0,
+            "shrink": self.method.rank > 0,
+            "shared_shrink": self.method.basis_rank > 0,
+            "expand": self.method.rank > 0 or scaled,
+            "shared_expand": self.method.basis_rank > 0,
+        }
+        return tuple(name for name, there in wanted.items() if there)
+
+    def planes(self, operator: str) -> int:
+        """SPLIT of the scratch that ``operator`` writes."""
+        return launch.shrink_split(operator, self.batch.rows, self.dtype, self.module.in_features)
+
+    def parts(self, operator: str) -> int:
+        """Elements of the parts of all adapters that ``operator`` reads in a layer, those of a shared basis once."""
+        method, adapters, in_features = self.method, self.batch.adapters, self.module.in_features
+        width = sum(self.module.widths)
+        match operator:
+            case "rotate":
+                return adapters * self.n_slices * in_features * self.block
+            case "shrink":
+                return adapters * self.n_slices * method.rank * in_features
+            case "shared_shrink":  # the slices have one basis
+                return method.basis_rank * in_features
+            case "expand":
+                scales = sum(w for i, w in enumerate(self.module.widths) if self.scaled(i))
+                return adapters * (method.rank * width + scales)
+            case "shared_expand":  # every slice reads a prefix of the same b, and a d and an e of its own
+                basis = method.basis_rank * max(self.module.widths)
+                return basis + adapters * (self.n_slices * method.basis_rank + width)
+        raise ValueError(operator)
+
+    def moved(self, operator: str) -> int:
+        """Bytes that a call must move: see the top of this file."""
+        rows, size = self.batch.rows, self.dtype.itemsize
+        parts = self.parts(operator) * size
+        x, h = rows * self.module.in_features * size, rows * sum(self.module.widths) * size
+        match operator:
+            case "rotate":
+                return parts + x + self.n_slices * x
+            case "shrink" | "shared_shrink":
+                return parts + x + self._scratch(operator)
+            case "expand":
+                scales = sum(w for i, w in enumerate(self.module.widths) if self.scaled(i))
+                touched = h if self.method.rank else rows * scales * size
+                return parts + self._scratch("shrink") + 2 * touched
+            case "shared_expand":
+                return parts + self._scratch("shared_shrink") + 2 * h
+        raise ValueError(operator)
+
+    def _scratch(self, shrink: str) -> int:
+        """Bytes that ``shrink`` writes and its expand reads, fp32; of a shared basis once for all slices."""
+        ranks = self.n_slices * self.method.rank if shrink == "shrink" else self.method.basis_rank
+        return self.planes(shrink) * self.batch.rows * ranks * 4
+
+
+class Site:
+    """A case in several layers: adapters, plans, activations and scratch. ``layers``: as many as it takes for cold
+    parts, if not given."""
+
+    def __init__(self, case: Case, layers: int | None = None) -> None:
+        self.case = case
+        moved = min(case.moved(operator) for operator in case.operators)
+        self.layers = layers or min(MOST_LAYERS, max(4, COLD_BYTES // moved))
+        self._fill()
+        batch, module, method = case.batch, case.module, case.method
+        width = DECODE_TILE_ROWS if batch.rows <= MOST_DECODE_ROWS else PREFILL_TILE_ROWS
+        tile_rows = 1 if batch.rows <= FEW_ROWS else width
+        # Rows that a shared basis or a diagonal serves share tiles, a rotation has its own.
+        own = self._plan(-1, width, tile_rows, table.FIELDS)
+        grouped = self._plan(-1 if case.block > 1 else 0, width, width, table.SHARED_FIELDS)
+        route_kernel.route(own.tiles, own.routes, self.table)
+        shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
+        self._own = (own.tiles, own.routes, tile_rows, self.arena)
+        self._grouped = (grouped.tiles, grouped.routes, self.arena, self.table)
+        self._rotated = (grouped.row_slot, grouped.tiles, self.arena, self.table)
+
+        self.offsets = list(accumulate(module.widths, initial=0))
+        self.x = torch.randn(batch.rows, module.in_features, dtype=case.dtype, device=DEVICE)
+        self.h = torch.randn(batch.rows, self.offsets[-1], dtype=case.dtype, device=DEVICE)
+        # The kernels of a decode graph have scratch for any pair; an eager prefill has it if there is one.
+        decode = batch.phase == DECODE
+        max_rank = min(MAX_RANK, module.in_features)  # less in the smoke test only
+        self.v = self._scratch("shrink", max_rank if decode else method.rank)
+        self.u = self._scratch("shared_shrink", max_rank if decode else method.basis_rank)
+
+    def _plan(self, group: int, width: int, tile_rows: int, fields: int) -> BatchPlan:
+        batch = self.case.batch
+        slots = range(batch.adapters)
+        packed = build_plan(slots, batch.counts, [group for _ in slots], batch.rows, width, tile_rows)
+        routes = self.table.new_empty(most_tiles(batch.rows, width, len(slots)), self.table.shape[1], fields)
+        return view_plan(packed.to(DEVICE), batch.rows, width, routes)
+
+    def _scratch(self, shrink: str, max_rank: int) -> torch.Tensor:
+        """Random, as if written: ``expand`` is tried without the shrink."""
+        case = self.case
+        return torch.randn(case.planes(shrink), case.batch.rows, case.n_slices, max_rank, device=DEVICE)
+
+    def _fill(self) -> None:
+        case, method, in_features = self.case, self.case.method, self.case.module.in_features
+        sites = self.layers * case.n_slices
+        entries = torch.full((case.batch.adapters, sites, table.FIELDS), -1, dtype=torch.int64)
+        entries[..., table.RANK] = method.rank
+        entries[..., table.BLOCK], entries[..., table.BLOCK_STRIDE] = case.block, case.block**2
+        end = 0
+
+        def put(elements: int) -> int:
+            nonlocal end
+            offset = end
+            end = -(-(end + elements) // 128) * 128
+            return offset
+
+        for site in range(sites):
+            width = case.module.widths[site % case.n_slices]
+            for slot in range(case.batch.adapters):
+                row = entries[slot, site]
+                if method.rank:
+                    row[table.A], row[table.B] = put(method.rank * in_features), put(method.rank * width)
+                if case.scaled(site % case.n_slices):
+                    row[table.SCALE] = put(width)
+                if method.basis_rank:  # a basis for each layer, or the second layer would find it in the L2 cache
+                    row[table.BASIS] = site // case.n_slices
+                    row[table.D], row[table.E] = put(method.basis_rank), put(width)
+                if case.block:
+                    row[table.ROTATION] = put(in_features * case.block)
+        bases = torch.zeros(self.layers, table.BASIS_FIELDS, dtype=torch.int64)
+        if method.basis_rank:
+            widest = max(case.module.widths)
+            for row in bases:
+                row[table.BASIS_A], row[table.BASIS_A_STRIDE] = put(method.basis_rank * in_features), in_features
+                row[table.BASIS_B], row[table.BASIS_B_STRIDE] = put(method.basis_rank * widest), widest
+                row[table.BASIS_RANK] = method.basis_rank
+        self.arena = torch.empty(max(end, 128), dtype=case.dtype, device=DEVICE).normal_(std=SPREAD)
+        self.table, self.bases = entries.to(DEVICE), bases.to(DEVICE)
+        self.origins = torch.zeros(sites, 2, dtype=torch.int64, device=DEVICE)
+
+    @cached_property
+    def transformed(self) -> torch.Tensor:
+        return torch.empty(self.case.n_slices, *self.x.shape, dtype=self.case.dtype, device=DEVICE)
+
+    def output(self, operator: str) -> torch.Tensor:
+        """What ``operator`` writes."""
+        match operator:
+            case "rotate":
+                return self.transformed
+            case "shrink":
+                return self.v
+            case "shared_shrink":
+                return self.u
+        return self.h
+
+    def arguments(self, operator: str, layer: int, out: torch.Tensor) -> tuple[Any, ...]:
+        site = layer * self.case.n_slices
+        match operator:
+            case "rotate":
+                return self.x, *self._rotated, site, out
+            case "shrink":
+                return self.x, *self._own, site, out
+            case "shared_shrink":
+                return self.x, *self._grouped[:-1], site, out
+            case "expand":
+                return out, self.v, *self._own, site, self.offsets
+        return out, self.u, *self._grouped, site, self.offsets
+
+    def check(self, operator: str) -> None:
+        """Compares ``operator`` with its reference in the last layer. Raises ``AssertionError`` if they differ."""
+        results = []
+        for function in (KERNELS[operator], REFERENCES[operator]):
+            out = self.output(operator).clone()
+            if operator not in ("expand", "shared_expand"):
+                out.zero_()
+            function(*self.arguments(operator, self.layers - 1, out))
+            results.append(out)
+        if operator in ("shrink", "shared_shrink"):
+            got, wanted = (planes.sum(0) for planes in results)
+            # fp32 sums in another order, some 1e-6 of the terms; a feature too few shows in the second digit
+            allowed = 1e-4 * wanted.abs().max()
+        else:
+            got, wanted = (out.float() for out in results)
+            before = self.x if operator == "rotate" else self.h
+            # v and u are rounded before they meet b, the result once more
+            allowed = torch.finfo(self.case.dtype).eps * (wanted.abs() + 4 * (wanted - before.float()).abs().max())
+        excess = ((got - wanted).abs() - allowed).max().item()
+        if not excess <= 0:
+            case = self.case
+            raise AssertionError(
+                f"{operator} is off by {excess:.3g} more than is allowed: {case.batch}, {case.method.name}, "
+                f"{case.module.name}"
+            )
+
+    def seconds(self, operator: str) -> float:
+        """Of one call."""
+        out = self.output(operator)
+        return seconds(lambda layer: KERNELS[operator](*self.arguments(operator, layer, out)), self.layers)
+
+    def calm(self) -> None:
+        """Makes the parts so small that ``h``, to which every call adds, stays finite in all replays."""
+        self.arena.mul_(0.01)
+
+
+def seconds(call: Callable[[int], object], layers: int) -> float:
+    """Median time of one call, in a CUDA graph that holds one call per layer."""
+    if INTERPRETED:
+        begin = time.perf_counter()
+        call(0)
+        return time.perf_counter() - begin
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            call(layer)
+    times = []
+    for _ in range(REPLAYS + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / layers)
+    return statistics.median(times[3:])  # the first replays warm up
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device copy, read and write counted."""
+    source = torch.empty(1 << (20 if INTERPRETED else 30), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda _: target.copy_(source), 4)
+
+
+@triton.jit
+def _empty(pointer):
+    pass
+
+
+def launch_seconds() -> float:
+    """Of a kernel that does nothing, with four programs for each multiprocessor, in a graph."""
+    out = torch.empty(1, device=DEVICE)
+    programs = 4 if INTERPRETED else 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    return seconds(lambda _: _empty[(programs,)](out), 256)
+
+
+# --- bars and regressions, from rows ---------------------------------------------------------------------------------
+
+Row = Mapping[str, Any]
+
+SETTING = ("gpu", "model", "dtype")
+OPERATOR = ("operator", "phase", "rows", "adapters", "method", "module")
+COLUMNS = (
+    *("date", "commit", *SETTING, "torch", "triton", *OPERATOR),
+    *("microseconds", "bytes", "microseconds_by_bytes"),
+)
+
+
+def time_of(row: Row) -> float:
+    return float(row["microseconds"])
+
+
+def ratios_of_scale(rows: Sequence[Row]) -> list[float]:
+    """Of ``expand`` with ``s`` over without, for each chunk and module that has both."""
+    times = {
+        (row["rows"], row["adapters"], row["module"], row["method"]): time_of(row)
+        for row in rows
+        if (row["phase"], row["operator"]) == (CHUNK, "expand")
+    }
+    plain = [place for *place, method in times if method == LORA.name]
+    return [times[*place, DORA.name] / times[*place, LORA.name] for place in plain if (*place, DORA.name) in times]
+
+
+def error_of(row: Row, floor: float) -> float:
+    """Of the byte model, relative to the measured time. ``floor``: microseconds."""
+    return abs(max(floor, float(row["microseconds_by_bytes"])) - time_of(row)) / time_of(row)
+
+
+def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
+    """The rows whose bytes take longer than a launch."""
+    return [row for row in rows if float(row["microseconds_by_bytes"]) > launch_us]
+
+
+def floor_of_plan(row: Row, launch_us: float) -> float:
+    """Microseconds that ``scute plan`` gives to an operator at least; ``shrink`` runs beside the base layer there."""
+    return launch_us if "shrink" in row["operator"] else IN_LINE * 1e6
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``figure``: ``None`` if nothing was measured for it."""
+
+    number: int
+    what: str
+    figure: float | None
+    limit: float
+    remark: str
+
+    @property
+    def met(self) -> str:
+        return "not measured" if self.figure is None else "yes" if self.figure <= self.limit else "no"
+
+    def row(self) -> str:
+        figure = "–" if self.figure is None else f"{self.figure:.3f}"
+        return f"| {self.number} | {self.what} | {figure} | ≤ {self.limit:g} | {self.met} | {self.remark} |"
+
+
+def bars(rows: Sequence[Row], launch_us: float) -> list[Bar]:
+    """``launch_us``: microseconds of a launch."""
+    ratios, weighed = ratios_of_scale(rows), heavy(rows, launch_us)
+    scale = "expand, DoRA r16 / LoRA r16, 1024 and 4096 rows of 1 to 4 adapters: median"
+    model = "byte model against measured time, where bytes outweigh a launch: median error"
+    by_plan = [error_of(row, floor_of_plan(row, launch_us)) for row in weighed]
+    return [
+        Bar(
+            12,
+            scale,
+            statistics.median(ratios) if ratios else None,
+            MOST_RATIO,
+            f"{len(ratios)} pairs, {min(ratios):.3f} to {max(ratios):.3f}" if ratios else "",
+        ),
+        Bar(
+            13,
+            model,
+            statistics.median(error_of(row, launch_us) for row in weighed) if weighed else None,
+            MOST_ERROR,
+            f"{len(weighed)} of {len(rows)} rows; with the floors of `scute plan` {statistics.median(by_plan):.3f}"
+            if weighed
+            else "",
+        ),
+    ]
+
+
+def error_table(rows: Sequence[Row], launch_us: float) -> list[str]:
+    """Bar 13 by phase and operator."""
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in heavy(rows, launch_us):
+        errors.setdefault((row["phase"], row["operator"]), []).append(error_of(row, launch_us))
+    return [
+        f"| {phase} | {operator} | {len(found)} | {statistics.median(found):.3f} | {max(found):.3f} |"
+        for (phase, operator), found in errors.items()
+    ]
+
+
+def regressions(rows: Sequence[Row], earlier: Sequence[Row]) -> list[str]:
+    """A line for each operator that is more than 10 % slower than in ``earlier``, or not there any more."""
+
+    def place(row: Row) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in OPERATOR)
+
+    found = {place(row): time_of(row) for row in rows}
+    lines = []
+    for row in earlier:
+        operator, phase, n_rows, adapters, method, module = place(row)
+        name, before = f"{operator}: {phase}, {n_rows} rows of {adapters} {method}, {module}", time_of(row)
+        now = found.get(place(row))
+        if now is None:
+            lines.append(f"{name}: not measured, {before:.2f} us before")
+        elif now > MOST_SLOWER * before:
+            lines.append(f"{name}: {now:.2f} us, {before:.2f} us before, {now / before:.2f} times")
+    return lines
+
+
+def read_rows(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Settings, time and records of a run. ``launch``: seconds of a launch. ``bandwidth``: bytes per second."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.began = arguments, time.monotonic()
+        self.model = MODELS["tiny" if arguments.smoke else arguments.model]
+        self.dtype = getattr(torch, arguments.dtype)
+        self.gpu = device_name()
+        self.launch, self.bandwidth = launch_seconds(), copy_bandwidth()
+        print(
+            f"{self.gpu}, torch {torch.__version__}, triton {triton.__version__}, "
+            f"copy {self.bandwidth / 1e12:.2f} TB/s, launch {self.launch * 1e6:.2f} us"
+        )
+        self.rows: list[Row] = []
+        self.out: Path = arguments.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._file = (self.out / "operators.csv").open("w", newline="", encoding="utf-8")
+        self._writer = csv.DictWriter(self._file, COLUMNS)
+        self._writer.writeheader()
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.began > self.arguments.deadline
+
+    def measure(self, case: Case) -> float:
+        """Seconds of all operators of the case."""
+        total = 0.0
+        site = Site(case, layers=1 if INTERPRETED else None)
+        for operator in case.operators:
+            site.check(operator)
+        site.calm()
+        for operator in case.operators:
+            taken = site.seconds(operator)
+            total += taken
+            self._record(case, operator, taken)
+        return total
+
+    def _record(self, case: Case, operator: str, taken: float) -> None:
+        moved = case.moved(operator)
+        least = moved / self.bandwidth
+        row = {
+            "date": datetime.date.today().isoformat(),
+            "commit": self.arguments.commit,
+            "gpu": self.gpu,
+            "model": self.model.name,
+            "dtype": self.arguments.dtype,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "operator": operator,
+            "phase": case.batch.phase,
+            "rows": case.batch.rows,
+            "adapters": case.batch.adapters,
+            "method": case.method.name,
+            "module": case.module.name,
+            "microseconds": round(taken * 1e6, 3),
+            "bytes": moved,
+            "microseconds_by_bytes": round(least * 1e6, 3),
+        }
+        self.rows.append(row)
+        self._writer.writerow(row)
+        self._file.flush()
+        print(
+            f"{case.batch.phase:8} {case.batch.rows:5} of {case.batch.adapters:2} {case.method.name:10} "
+            f"{case.module.name:13} {operator:13} {taken * 1e6:8.2f} us, {moved / 1e6:8.2f} MB take "
+            f"{least * 1e6:7.2f} us, {taken / least:5.2f} times",
+            flush=True,
+        )
+
+    def report(self) -> None:
+        """Prints the bars and writes ``operators.md``."""
+        launch_us = self.launch * 1e6
+        lines = [
+            "# The operators against their bytes",
+            "",
+            f"{datetime.date.today().isoformat()}, {self.gpu}, commit {self.arguments.commit}, "
+            f"torch {torch.__version__}, triton {triton.__version__}.",
+            f"{self.model.name} shapes, {self.arguments.dtype}. A launch takes {launch_us:.2f} µs, a large copy moves "
+            f"{self.bandwidth / 1e12:.2f} TB/s.",
+            "Made by `benchmarks/operators.py`, which says what is measured; all figures are in `operators.csv`.",
+            "",
+            "| bar | what | figure | limit | met | remark |",
+            "|---|---|---|---|---|---|",
+            *(bar.row() for bar in bars(self.rows, launch_us)),
+            "",
+            "Bar 13 in parts:",
+            "",
+            "| phase | operator | rows | median error | largest |",
+            "|---|---|---|---|---|",
+            *error_table(self.rows, launch_us),
+        ]
+        text = "\n".join(lines) + "\n"
+        (self.out / "operators.md").write_text(text, encoding="utf-8")
+        print(text)
+
+
+def device_name() -> str:
+    return "CPU" if INTERPRETED else torch.cuda.get_device_name()
+
+
+def batches_of(arguments: argparse.Namespace) -> list[tuple[Batch, list[Method]]]:
+    """Those that are asked for."""
+    found = []
+    for batch in SMOKE_BATCHES if arguments.smoke else BATCHES:
+        methods = [method for method in methods_of(batch) if arguments.method in (None, method.name)]
+        if arguments.phase in (None, batch.phase) and methods:
+            found.append((batch, [small(method) for method in methods] if arguments.smoke else methods))
+    return found
+
+
+def small(method: Method) -> Method:
+    """The same with ranks of at most 20: the interpreter is slow."""
+    return replace(method, rank=min(method.rank, 20), basis_rank=min(method.basis_rank, 20))
+
+
+def compile_all(arguments: argparse.Namespace) -> None:
+    """Compiles what will be measured, several processes at once. Chunks have the kernels of prefill."""
+    model: ModelShape = MODELS[arguments.model]
+    dtype = getattr(torch, arguments.dtype)
+    jobs = [
+        Case(batch, method, module, dtype)
+        for batch, methods in batches_of(arguments)
+        if batch.phase != CHUNK
+        for method, module in product(methods, model.modules)
+    ]
+    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(case: Case) -> None:
+    if not case.operators:
+        return
+    site = Site(case, layers=1)
+    for operator in case.operators:
+        with suppress(RuntimeError, triton.TritonError):  # reported when it is measured
+            KERNELS[operator](*site.arguments(operator, 0, site.output(operator)))
+    torch.cuda.synchronize()
+
+
+def run(bench: Bench) -> None:
+    """Measures until all is done or the deadline has passed."""
+    for batch, methods in batches_of(bench.arguments):
+        totals = dict.fromkeys(methods, 0.0)
+        # Methods that are compared with each other come one after the other.
+        for module, method in product(bench.model.modules, methods):
+            case = Case(batch, method, module, bench.dtype)
+            if bench.late:
+                print(f"the deadline of {bench.arguments.deadline} s has passed")
+                return
+            if case.operators:
+                totals[method] += bench.measure(case)
+        for method, total in totals.items():
+            print(
+                f"{batch.phase:8} {batch.rows:5} of {batch.adapters:2} {method.name:10} all layers of the model: "
+                f"{total * bench.model.layers * 1e3:.3f} ms"
+            )
+
+
+def earlier_rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Of ``--regression``, what this run measures too, by its options, on the same kind of GPU."""
+    model = "tiny" if arguments.smoke else arguments.model
+    setting = (device_name(), model, arguments.dtype)
+    for row in read_rows(arguments.regression):
+        asked = arguments.method in (None, row["method"]) and arguments.phase in (None, row["phase"])
+        if asked and tuple(row[name] for name in SETTING) == setting:
+            yield row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for operators.csv and operators.md")
+    parser.add_argument("--commit", default="unknown", help="what is measured, for the report")
+    parser.add_argument("--regression", type=Path, metavar="FILE", help="an earlier operators.csv to compare with")
+    parser.add_argument("--model", choices=list(MODELS), default="Llama-3.1-8B")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
+    parser.add_argument("--method", choices=[method.name for method in METHODS], help="only this one")
+    parser.add_argument("--phase", choices=[DECODE, CHUNK, PREFILL], help="only this one")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile; 0 compiles when it measures")
+    parser.add_argument("--deadline", type=float, default=110, help="seconds")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    arguments = parser.parse_args()
+
+    earlier = []
+    if arguments.regression:  # read first: it may be the file that this run writes
+        earlier = list(earlier_rows(arguments))
+        if not earlier:
+            parser.error(f"{arguments.regression} has no row of {device_name()}, {arguments.model}, {arguments.dtype}")
+    torch.manual_seed(0)
+    bench = Bench(arguments)
+    if arguments.workers and not INTERPRETED:
+        compile_all(arguments)
+        print(f"compiled in {time.monotonic() - bench.began:.1f} s")
+    try:
+        run(bench)
+    finally:
+        bench.report()
+    slower = regressions(bench.rows, earlier)
+    for line in slower:
+        print(f"regression: {line}")
+    if earlier and not slower:
+        print(f"none of {len(earlier)} operators is more than 10 % slower")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
