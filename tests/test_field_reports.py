@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,51 @@ def test_magnitude_of_dora_is_not_ignored(server: Server, llama: Path, tmp_path:
     # Without the flag it is a DoRA all the same: the tensors decide.
     unmarked = rewritten(tmp_path / "dora", tmp_path / "unmarked", use_dora=False)
     assert distance(answers(server, tmp_path / "dora"), answers(server, unmarked)) == 0
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight", ".default.weight"])
+def test_spellings_of_the_magnitude(server: Server, llama: Path, tmp_path: Path, suffix: str) -> None:
+    Recipe(lora(r=4, use_dora=True, target_modules=["o_proj", "up_proj"]), 67).write(tmp_path / "dora", llama)
+    tensors = load_file(tmp_path / "dora" / WEIGHTS)
+    spelled = {re.sub(r"(magnitude_vector).*", rf"\1{suffix}", key): tensor for key, tensor in tensors.items()}
+    exact(server, llama, tmp_path / "dora")
+    other = rewritten(tmp_path / "dora", tmp_path / "spelled", spelled)
+    assert distance(answers(server, other), answers(server, tmp_path / "dora")) == 0
+
+
+def test_files_of_older_oft(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """What says nothing of how the rotation is built, and what was built to rotate the output."""
+    refused(server, rewritten(adapters["oft"], tmp_path / "silent", use_cayley_neumann=None), "use_cayley_neumann")
+    tensors = load_file(adapters["oft"] / WEIGHTS)
+    old = {key.replace("oft_R.weight", "oft_r"): torch.randn(3, 4, 4) for key in tensors}
+    refused(server, rewritten(adapters["oft"], tmp_path / "old", old), "oft_r", "before 0.14", "train it again")
+
+
+# Keys
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"])
+def test_names_of_training_wrappers(
+    server: Server, llama: Path, adapters: dict[str, Path], tmp_path: Path, wrapper: str
+) -> None:
+    """The first wraps the whole model, as do DDP's and FSDP's, the others single layers."""
+    before, after = (
+        ("self_attn.", f"self_attn.{wrapper}.")
+        if wrapper.startswith("_c")
+        else ("base_model.", f"{wrapper}.base_model.")
+    )
+    wrapped = {key.replace(before, after): tensor for key, tensor in load_file(adapters["lora"] / WEIGHTS).items()}
+    folder = rewritten(adapters["lora"], tmp_path / "wrapped", wrapped)
+    logged = len(server.log.read_text())
+    error, effect = compare(llama, adapters["lora"], answers(server, folder))
+    assert error <= EXACT < CLEAR < effect
+    assert f"names of training wrappers removed from the keys: {wrapper}" in server.log.read_text()[logged:]
+
+
+def test_a_wrapper_that_nobody_knows(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(adapters["lora"] / WEIGHTS)
+    wrapped = {key.replace("self_attn.", "self_attn._new_wrapper."): tensor for key, tensor in tensors.items()}
+    refused(server, rewritten(adapters["lora"], tmp_path / "wrapped", wrapped), "_new_wrapper", "remove it from the")
 
 
 # Targets
@@ -205,6 +251,28 @@ def test_a_broken_table_of_tokens_is_a_note(
     logged = len(server.log.read_text())
     assert distance(answers(server, folder), answers(server, adapters["lora_r1"])) == 0
     assert "adapter mine: tokens that were added are not known" in server.log.read_text()[logged:]
+
+
+# Files
+
+
+def test_a_bin_file_is_the_same_adapter(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
+    targets = {"target_modules": r".*\.(q|k|v|o)_proj|.*mlp\.[a-z]+_proj"}
+    folder = rewritten(adapters["lora"], tmp_path / "bin", **targets)
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert distance(answers(server, folder), answers(server, adapters["lora"])) == 0
+
+
+def test_tensors_that_were_not_gathered(server: Server, adapters: dict[str, Path], tmp_path: Path) -> None:
+    tensors = load_file(adapters["lora_r1"] / WEIGHTS)
+    key = next(iter(tensors))
+    refused(server, rewritten(adapters["lora_r1"], tmp_path / "one", tensors | {key: torch.empty(0)}), "is empty (0,)")
+    refused(server, rewritten(adapters["lora_r1"], tmp_path / "none", {}), "there are no tensors")
+    nothing = {name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}
+    logged = len(server.log.read_text())
+    with loaded(server, "mine", rewritten(adapters["lora_r1"], tmp_path / "nothing", nothing)):
+        assert "adapter mine: the adapter has no effect" in server.log.read_text()[logged:]
 
 
 # Types
