@@ -33,6 +33,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -66,6 +67,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MAX_RANK = 1024  # R of the scratch: what a server assumes if it is told nothing
 REPLAYS = 15
+DECODE_ROWS = 256  # up to so many the shrinks run beside the base GEMM, and a tile has at most 16 rows
 
 
 # --- what is tried ---------------------------------------------------------------------------------------------------
@@ -125,6 +127,35 @@ TILE_EXPANDS = [
         (64, 128, 4),
     )
 ]
+PREFILL_SHRINK = launch.Shrink(block_rank=64, block_in=64, share=16384, programs=1056, num_warps=4, num_stages=4)
+PREFILL_SHRINKS = [
+    replace(PREFILL_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
+    for block_rank, block_in, num_warps, num_stages in (
+        (64, 64, 4, 4),
+        (64, 128, 4, 3),
+        (64, 128, 8, 3),
+        (32, 128, 4, 3),
+        (32, 64, 4, 4),
+        (16, 128, 4, 3),
+        (16, 128, 4, 4),
+        (16, 256, 4, 3),
+    )
+]
+PREFILL_EXPAND = launch.Expand(block_rank=64, block_out=128, tile_programs=1024, num_warps=8, num_stages=1, pdl=False)
+PREFILL_EXPANDS = [
+    replace(PREFILL_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
+    for block_rank, block_out, num_warps in (
+        (64, 128, 8),
+        (64, 128, 4),
+        (64, 64, 4),
+        (32, 128, 8),
+        (32, 128, 4),
+        (32, 64, 4),
+        (16, 128, 4),
+        (16, 128, 8),
+        (16, 256, 8),
+    )
+]
 SHARED_SHRINKS = [
     replace(TILE_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
     for block_rank, block_in, num_warps, num_stages in (
@@ -137,18 +168,18 @@ SHARED_SHRINKS = [
         (64, 128, 4, 4),
     )
 ]
-SHARED_EXPAND = launch.Expand(block_rank=128, block_out=64, tile_programs=4, num_warps=4, num_stages=1, pdl=False)
+SHARED_EXPAND = launch.Expand(block_rank=256, block_out=64, tile_programs=4, num_warps=8, num_stages=1, pdl=False)
 SHARED_EXPANDS = [
     replace(SHARED_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps, num_stages=num_stages)
     for block_rank, block_out, num_warps, num_stages in (
+        (256, 64, 8, 1),
+        (256, 32, 4, 1),
+        (256, 64, 4, 1),
+        (256, 128, 8, 1),
         (128, 64, 4, 1),
         (128, 128, 8, 1),
-        (256, 64, 8, 1),
-        (64, 64, 4, 3),
-        (64, 128, 4, 3),
-        (128, 64, 4, 2),
-        (64, 32, 2, 3),
-        (128, 32, 4, 2),
+        (128, 32, 4, 1),
+        (64, 64, 4, 1),
     )
 ]
 SHARES = (1024, 2048, 4096, 16384)
@@ -183,7 +214,9 @@ def distinct(name: str, methods: Sequence[Method]) -> Batch:
     return Batch(name, tuple(methods), tuple(range(len(methods))))
 
 
-# By the entry of the table that they decide: own parts or shared bases, and the most rows that it is for.
+# By the entry of the table that they decide: own parts or shared bases, and the most rows that it is for; prefill is
+# for any number.
+ANY = sys.maxsize
 BATCHES = {
     ("own", 16): (
         distinct("16 LoRA r16", [R16] * 16),
@@ -198,16 +231,21 @@ BATCHES = {
         distinct("20: LoRA DoRA (IA)3 VeRA", [R16, DORA, IA3, VERA] * 5),
         distinct("64: (IA)3 VeRA", [IA3] * 32 + [VERA] * 32),
     ),
-    ("own", 4): (
-        distinct("1 LoRA r16", [R16]),
-        distinct("4 LoRA r16", [R16] * 4),
-        distinct("4 LoRA r64", [R64] * 4),
-    ),
     ("own", 64): (
         distinct("20 LoRA r16", [R16] * 20),
         Batch("64 rows of 20 LoRA r16", (R16,) * 20, tuple(n % 20 for n in range(64))),
         Batch("64 rows of one LoRA r16", (R16,), (0,) * 64),
         distinct("64 LoRA r16", [R16] * 64),
+    ),
+    ("own", ANY): (
+        Batch("4 x 2048 rows of LoRA r16", (R16,) * 4, tuple(n // 2048 for n in range(8192))),
+        Batch("4 x 512 rows of LoRA r64", (R64,) * 4, tuple(n // 512 for n in range(2048))),
+    ),
+    ("shared", ANY): (Batch("4 x 2048 rows of VeRA r256", (VERA,) * 4, tuple(n // 2048 for n in range(8192))),),
+    ("own", 4): (
+        distinct("1 LoRA r16", [R16]),
+        distinct("4 LoRA r16", [R16] * 4),
+        distinct("4 LoRA r64", [R64] * 4),
     ),
     ("own", 256): (
         Batch("128 rows of 20 LoRA r16", (R16,) * 20, tuple(n % 20 for n in range(128))),
@@ -232,10 +270,11 @@ class Site:
         self.max_rank = max_rank
         self._fill(layers)
         rows = self.n_rows
-        tile_rows = 1 if rows <= FEW_ROWS else 16
+        self.width = 16 if rows <= DECODE_ROWS else 64  # as a server has it
+        tile_rows = 1 if rows <= FEW_ROWS else self.width
         own = self._plan([-1] * len(batch.slots), tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
-        grouped = self._plan([0] * len(batch.slots), 16, table.SHARED_FIELDS)
+        grouped = self._plan([0] * len(batch.slots), self.width, table.SHARED_FIELDS)
         shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
         self.own: tuple[Any, ...] = (own.tiles, own.routes, tile_rows, self.arena)
         self.grouped: tuple[Any, ...] = (grouped.tiles, grouped.routes, self.arena, self.table)
@@ -247,10 +286,10 @@ class Site:
         slots = self.batch.rows
         if fields == table.SHARED_FIELDS:
             slots = [slot if slot >= 0 and self.batch.slots[slot].basis_rank else -1 for slot in slots]
-        packed = build_plan(slots, [1] * self.n_rows, groups, self.n_rows, 16, tile_rows).to(DEVICE)
-        tiles = most_tiles(self.n_rows, 16, len(groups))
+        packed = build_plan(slots, [1] * self.n_rows, groups, self.n_rows, self.width, tile_rows).to(DEVICE)
+        tiles = most_tiles(self.n_rows, self.width, len(groups))
         routes = self.table.new_empty(tiles, self.table.shape[1], fields)
-        return view_plan(packed, self.n_rows, 16, routes)
+        return view_plan(packed, self.n_rows, self.width, routes)
 
     def _fill(self, layers: int) -> None:
         sites = layers * self.n_slices
@@ -307,7 +346,7 @@ class Site:
         site = layer * self.n_slices
         shrink_kernel.shrink(self.x, *self.own, site, scratch[0], setting.shrink)
         if self.shares:
-            shared_shrink_kernel.shared_shrink(self.x, *self.grouped, site, scratch[1], setting.shared_shrink)
+            shared_shrink_kernel.shared_shrink(self.x, *self.grouped[:-1], site, scratch[1], setting.shared_shrink)
 
     def expand(self, h: torch.Tensor, layer: int, scratch: tuple[torch.Tensor, torch.Tensor], setting: Setting) -> None:
         site, offsets = layer * self.n_slices, self.offsets
@@ -324,7 +363,7 @@ class Site:
         shrink_reference.shrink(self.x, *self.own, first_site, v)
         expand_reference.expand(h, v, *self.own, first_site, self.offsets)
         if self.shares:
-            shared_shrink_reference.shared_shrink(self.x, *self.grouped, first_site, u)
+            shared_shrink_reference.shared_shrink(self.x, *self.grouped[:-1], first_site, u)
             shared_expand_reference.shared_expand(h, u, *self.grouped, first_site, self.offsets)
         return v[0], u[0], h
 
@@ -377,7 +416,7 @@ class Step:
 
     def _seconds(self, setting: Setting | None, shrink: bool, expand: bool) -> float:
         scratch = [site.scratch(setting) for site in self.sites] if setting else []
-        side = None if INTERPRETED else torch.cuda.Stream()
+        side = None if INTERPRETED or len(self.batch.rows) > DECODE_ROWS else torch.cuda.Stream()
 
         def run() -> None:
             for layer in range(self.layers):
@@ -559,20 +598,23 @@ def best(
     return min(times, key=lambda setting: math.fsum(math.log(max(added, 1e-6)) for added in times[setting]))
 
 
-def settings_of(kind: str, stage: str, chosen: Setting, row_tiles: bool, smoke: bool) -> Iterator[tuple[str, Setting]]:
-    """The candidates of a stage. ``kind``: "own" or "shared". ``row_tiles``: whether a tile of own parts is a row."""
+def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) -> Iterator[tuple[str, Setting]]:
+    """The candidates of a stage for the entry of ``kind`` ("own" or "shared") and ``most`` rows."""
+    row_tiles, decode = kind == "own" and most <= FEW_ROWS, most <= DECODE_ROWS
     prefix = "shared_" if kind == "shared" else ""
     shrink: launch.Shrink = getattr(chosen, f"{prefix}shrink")
     expand: launch.Expand = getattr(chosen, f"{prefix}expand")
     tried: Sequence[Parameters] = []
     if stage == "expand":
-        tried = SHARED_EXPANDS if kind == "shared" else ROW_EXPANDS if row_tiles else TILE_EXPANDS
-    elif stage == "early" and (row_tiles or kind == "shared") and launch.supports_pdl():
+        of_tiles = TILE_EXPANDS if decode else PREFILL_EXPANDS
+        tried = ROW_EXPANDS if row_tiles else SHARED_EXPANDS if kind == "shared" and decode else of_tiles
+    elif stage == "early" and (row_tiles or kind == "shared") and decode and launch.supports_pdl():
         tried = [expand, replace(expand, pdl=True)]
-    elif stage == "tiles" and not (row_tiles and kind == "own"):
+    elif stage == "tiles" and not row_tiles and decode:
         tried = [replace(expand, tile_programs=count) for count in TILE_PROGRAMS]
     elif stage == "shrink":
-        tried = SHARED_SHRINKS if kind == "shared" else ROW_SHRINKS if row_tiles else TILE_SHRINKS
+        of_tiles = TILE_SHRINKS if decode else PREFILL_SHRINKS
+        tried = ROW_SHRINKS if row_tiles else SHARED_SHRINKS if kind == "shared" and decode else of_tiles
     elif stage == "share":
         tried = [shrink, *(replace(shrink, share=share) for share in SHARES)]
     elif stage == "grid":
@@ -587,6 +629,8 @@ STAGES = ("expand", "early", "tiles", "shrink", "share", "grid")
 
 def start_of(kind: str, most: int) -> Setting:
     """Where the search for an entry begins."""
+    if most == ANY:
+        return Setting(PREFILL_SHRINK, PREFILL_EXPAND, PREFILL_SHRINK, PREFILL_EXPAND)
     if kind == "own" and most > FEW_ROWS:
         return Setting(TILE_SHRINK, TILE_EXPAND)
     return Setting(ROW_SHRINK, ROW_EXPAND)
@@ -598,7 +642,7 @@ def compile_all(arguments: argparse.Namespace) -> None:
     for (kind, most), batches in BATCHES.items():
         for rows in dict.fromkeys(triton.next_power_of_2(len(batch.rows)) for batch in batches):
             for stage in STAGES:
-                for _, setting in settings_of(kind, stage, start_of(kind, most), most <= FEW_ROWS, smoke=False):
+                for _, setting in settings_of(kind, most, stage, start_of(kind, most), smoke=False):
                     jobs[max(16, rows), kind == "shared", setting] = None
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, ((arguments, *job) for job in jobs)))
@@ -626,11 +670,10 @@ def write_table(bench: Bench, chosen: dict[Entry, Setting]) -> None:
     for (kind, most), setting in chosen.items():
         for name in ("shrink", "expand"):
             operator = name if kind == "own" else f"shared_{name}"
-            rows = [row for row in new[operator]["half"] if row["max_rows"] != most]
-            rows.append({"max_rows": most, **asdict(getattr(setting, operator))})
-            new[operator]["half"] = sorted(
-                rows, key=lambda row: math.inf if row["max_rows"] is None else row["max_rows"]
-            )
+            bound = None if most == ANY else most
+            rows = [row for row in new[operator]["half"] if row["max_rows"] != bound]
+            rows.append({"max_rows": bound, **asdict(getattr(setting, operator))})
+            new[operator]["half"] = sorted(rows, key=lambda row: row["max_rows"] or ANY)
     (bench.out / "launch_table.json").write_text(table_text(new))
 
 
@@ -659,10 +702,10 @@ def run(bench: Bench) -> None:
     for (kind, most), batches in BATCHES.items():
         tried = [small(batches[-1])] if arguments.smoke else batches
         steps = [Step(bench.model, batch, bench.dtype, arguments.layers, weights) for batch in tried]
-        setting = own if own and kind == "shared" else start_of(kind, most)
+        setting = own if own and kind == "shared" and most <= DECODE_ROWS else start_of(kind, most)
         try:
             for stage in STAGES:
-                candidates = settings_of(kind, stage, setting, most <= FEW_ROWS, arguments.smoke)
+                candidates = settings_of(kind, most, stage, setting, arguments.smoke)
                 setting = best(bench, stage, steps, candidates, setting)
                 chosen[kind, most] = setting
             own = own or setting
@@ -670,7 +713,7 @@ def run(bench: Bench) -> None:
                 bench.check_deadline()
                 bench.record(
                     "final",
-                    f"{kind}, at most {most} rows",
+                    f"{kind}, prefill" if most == ANY else f"{kind}, at most {most} rows",
                     batch=step.batch.name,
                     us=step.added(setting) * 1e6,
                     us_shrink=step.added(setting, expand=False) * 1e6,
@@ -685,7 +728,7 @@ def run(bench: Bench) -> None:
 
 def small(batch: Batch) -> Batch:
     """The same mix with at most 3 rows: the interpreter is slow."""
-    rows = batch.rows[:2] + batch.rows[-1:] if FEW_ROWS >= len(batch.rows) > 3 else batch.rows
+    rows = batch.rows if FEW_ROWS < len(batch.rows) <= DECODE_ROWS else batch.rows[:2] + batch.rows[-1:]
     slots = tuple(
         replace(method, rank=min(method.rank, 20), basis_rank=min(method.basis_rank, 20)) for method in batch.slots
     )

@@ -112,13 +112,14 @@ class Batch:
 
     @cached_property
     def max_rank(self) -> int:
-        """The largest rank of an own pair: the rank stride of an eager forward's scratch."""
-        return max(adapter.max_rank for adapter in self.adapters)
+        """At least the rank of every own pair: the rank stride of an eager forward's scratch. A power of two, so that
+        few variants of a kernel serve all batches."""
+        return next_power_of_2(max(adapter.max_rank for adapter in self.adapters))
 
     @cached_property
     def max_shared_rank(self) -> int:
         """The same of shared bases."""
-        return max(adapter.max_shared_rank for adapter in self.adapters)
+        return next_power_of_2(max(adapter.max_shared_rank for adapter in self.adapters))
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             if own_pairs:
                 shrink(real, *own_plan, site, v)
             if shared:
-                shared_shrink(real, *grouped_plan, site, u)
+                shared_shrink(real, plans.grouped.tiles, plans.grouped.routes, arena, site, u)
         output = self._rotated_base(layer, x, base, plans.grouped) if rotates else base(x)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
@@ -381,6 +382,11 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
         return list(forward_batch.extend_seq_lens_cpu or [])
     rows, per_request = get_batch_token_counts(forward_batch)
     return [per_request] * (rows // per_request if per_request else 0)
+
+
+def next_power_of_2(rank: int) -> int:
+    """At least ``rank``, and 16."""
+    return max(16, 1 << (rank - 1).bit_length())
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class Case:
 
     @property
     def grouped_plan(self) -> Arguments:
-        """The same of shared_shrink and shared_expand."""
+        """The same of shared_expand; shared_shrink takes all but the last."""
         return self.grouped.tiles, self.grouped.routes, self.arena, self.table
 
     @property
@@ -363,7 +363,7 @@ def check_shrink_and_expand(
     before = case.h.cpu().clone()
     v, u = case.scratch(), case.scratch()
     shrink(case.x, *case.own_plan, FIRST_SITE, v)
-    shared_shrink(case.x, *case.grouped_plan, FIRST_SITE, u)
+    shared_shrink(case.x, *case.grouped_plan[:-1], FIRST_SITE, u)
     _check_scratch(case, v.cpu(), u.cpu())
     expand(case.h, v, *case.own_plan, FIRST_SITE, case.slice_offsets)
     shared_expand(case.h, u, *case.grouped_plan, FIRST_SITE, case.slice_offsets)
@@ -373,6 +373,8 @@ def check_shrink_and_expand(
 def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
     x_rows = case.x.cpu()
     features = x_rows.shape[1]
+    tiles = [[row for row in tile if row >= 0] for tile in case.grouped.tiles[0].tolist()]
+    tile_of = {row: tile for tile in tiles for row in tile}
     for n, slot in enumerate(case.slots):
         x = x_rows[n].double()
         for i in range(case.n_slices):
@@ -384,12 +386,14 @@ def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
                 tolerance = (features + 2) * EPS32 * magnitude
                 _assert_close(v[:, n, i, :rank].double().sum(0), product, tolerance, f"v row {n} slice {i}")
             if site.shared_a is not None:
-                rank = site.shared_a.shape[0]
-                d = torch.ones(rank).double() if site.d is None else site.d.double()
-                product = (x @ site.shared_a.double().T) * d
-                tolerance = (features + 3) * EPS32 * (x.abs() @ site.shared_a.double().abs().T) * d.abs()
-                _assert_close(u[:, n, i, :rank].double().sum(0), product, tolerance, f"u row {n} slice {i}")
-                assert u[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: u is written past the rank"
+                # It stands at the first slice where any row of the tile has the basis.
+                of_tile = [case.sites[case.slots[row]] for row in tile_of[n]]
+                first = min(j for sites in of_tile for j in range(case.n_slices) if sites[j].basis == site.basis)
+                rank, where = site.shared_a.shape[0], f"u row {n} slice {i}"
+                tolerance = (features + 2) * EPS32 * (x.abs() @ site.shared_a.double().abs().T)
+                found = u[:, n, first, :rank].double().sum(0)
+                _assert_close(found, x @ site.shared_a.double().T, tolerance, where)
+                assert u[:, n, first, rank:].isnan().all(), f"{where}: written past the rank"
             if slot < 0:
                 assert u[:, n].isnan().all(), f"row {n} is a base row, and has u"
 

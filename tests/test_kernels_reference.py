@@ -77,7 +77,7 @@ def test_registration(operator: str) -> None:
         "shared_route": (case.grouped.tiles, case.grouped.routes, case.table, case.bases, case.origins),
         "rotate": (case.x, *case.rotate_plan, FIRST_SITE, case.x.new_empty(2, rows, 48)),
         "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
-        "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),
+        "shared_shrink": (case.x, *case.grouped_plan[:-1], FIRST_SITE, scratch),
         "lookup": (random_ids(case), *head, scratch[:1, :, :1].contiguous()),
         "expand": (case.h, scratch, *case.own_plan, FIRST_SITE, case.slice_offsets),
         "shared_expand": (case.h, scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets),

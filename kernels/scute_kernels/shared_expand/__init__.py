@@ -11,8 +11,8 @@ shared_expand = register(
 )
 """``shared_expand(h, u, tiles, routes, arena, table, first_site, slice_offsets)``
 
-``h <- h + (u b_shared) * e`` for every row and slice with a basis, in fp32 and rounded once; in fp16 and bf16 ``u`` is
-rounded to the arena's dtype before it is multiplied. Other rows keep their bits.
+``h <- h + ((u * d) b_shared) * e`` for every row and slice with a basis, in fp32 and rounded once; in fp16 and bf16
+``u * d`` is rounded to the arena's dtype before it is multiplied. Other rows keep their bits.
 
 ``h``, ``slice_offsets``: as of ``expand``, which it follows: ``s`` must not scale what is added here. ``u``: as
 ``shared_shrink`` wrote it. The plan is a grouped plan.

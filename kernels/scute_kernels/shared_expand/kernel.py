@@ -26,6 +26,7 @@ from scute_kernels.device import (
     SHARED_BASIS,
     SHARED_FIELDS,
     SHARED_RANK,
+    D,
     E,
     known_multiple,
     rows_of_tile,
@@ -39,12 +40,17 @@ UNALIGNED_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _product(
+def _finish(
+    h_pointers,
+    h_mask,
     u_rows,
     max_rank,
     plane_stride,
+    arena_ptr,
     b_ptr,
     b_stride,
+    d_offsets,
+    e,
     rank,
     live,
     n,
@@ -53,16 +59,22 @@ def _product(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """``u b``, ``(ROWS, BLOCK_OUT)`` fp32. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R."""
+    """``h + ((u * d) b) * e``, stored. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R."""
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     for first_rank in range(0, rank, BLOCK_RANK):
         r = first_rank + tl.arange(0, BLOCK_RANK)
+        within = (r < rank)[None, :]
         b = tl.load(
             b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :],
             mask=(r < rank)[:, None] & n_live[None, :],
             other=0.0,
         )
+        damped = (d_offsets >= 0)[:, None] & within
+        d = tl.load(arena_ptr + d_offsets[:, None] + r[None, :], mask=damped, other=1.0)
+        if PDL:  # so far the kernel before this one may have been at work still; u and h are read after its end
+            tl.extra.cuda.gdc_wait()
         # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
         pointers = u_rows + r[None, :]
         mask = live[:, None] & (r < max_rank)[None, :]
@@ -70,9 +82,11 @@ def _product(
         for _ in tl.static_range(1, SPLIT):
             pointers += plane_stride
             u += tl.load(pointers, mask=mask, other=0.0)
-        u = tl.where((r < rank)[None, :], u, 0.0)
+        u = tl.where(within, u * d.to(tl.float32), 0.0)
         total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
-    return total
+    total *= e.to(tl.float32)
+    total += tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
+    tl.store(h_pointers, total.to(h_pointers.dtype.element_ty), mask=h_mask)
 
 
 @triton.jit
@@ -129,20 +143,32 @@ def _shared_expand(
             live = rows >= 0
             entries = table_ptr + (slots * sites + site) * FIELDS
             row_bases = tl.load(entries + BASIS, mask=live, other=-1)
+            d_offsets = tl.load(entries + D, mask=live, other=-1)
             e_offsets = tl.load(entries + E, mask=live, other=-1)
+            d_offsets = tl.where(row_bases >= 0, d_offsets, -1)
             present = (row_bases >= 0) & (e_offsets >= 0)
             e_pointers = arena_ptr + known_multiple(tl.where(present, e_offsets, 0), VECTOR)[:, None] + n[None, :]
             e = tl.load(e_pointers, mask=present[:, None] & n_live[None, :], other=1.0)
-            if PDL:  # so far the kernel before this one may have been at work still; u and h are not read before its end
-                tl.extra.cuda.gdc_wait()
-            u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
+            u_slice = slice_number  # the first with the same basis
+            for i in tl.static_range(N_SLICES - 2, -1, -1):
+                other = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * SHARED_FIELDS
+                earlier = tl.load(other + SHARED_BASIS, mask=i < slice_number, other=-1)
+                u_slice = tl.where(earlier == basis, i, u_slice)
+            u_rows = u_ptr + u_slice * max_rank + rows[:, None] * row_stride
+            h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
+            h_mask = (row_bases >= 0)[:, None] & n_live[None, :]
             if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                total = _product(
+                _finish(
+                    h_pointers,
+                    h_mask,
                     u_rows,
                     max_rank,
                     plane_stride,
+                    arena_ptr,
                     arena_ptr + known_multiple(offset, VECTOR),
                     known_multiple(stride, VECTOR),
+                    d_offsets,
+                    e,
                     rank,
                     live,
                     n,
@@ -151,14 +177,20 @@ def _shared_expand(
                     ROWS,
                     BLOCK_RANK,
                     BLOCK_OUT,
+                    PDL,
                 )
             else:
-                total = _product(
+                _finish(
+                    h_pointers,
+                    h_mask,
                     u_rows,
                     max_rank,
                     plane_stride,
+                    arena_ptr,
                     arena_ptr + offset,
                     stride,
+                    d_offsets,
+                    e,
                     rank,
                     live,
                     n,
@@ -167,12 +199,8 @@ def _shared_expand(
                     ROWS,
                     UNALIGNED_BLOCK,
                     BLOCK_OUT,
+                    PDL,
                 )
-            total *= e.to(tl.float32)
-            h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
-            h_mask = (row_bases >= 0)[:, None] & n_live[None, :]
-            total += tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
-            tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)

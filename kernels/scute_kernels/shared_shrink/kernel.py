@@ -1,7 +1,6 @@
 """shared_shrink: the Triton kernel. A program multiplies a tile by some ranks and a share of the features of its basis.
 
-The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do. Slices of a module that
-have the same basis read it from the L2 cache, each for itself.
+The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -16,16 +15,13 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
-    FIELDS,
     SHARED_A,
     SHARED_A_STRIDE,
     SHARED_BASIS,
     SHARED_FIELDS,
     SHARED_RANK,
-    D,
     known_multiple,
     rows_of_tile,
-    slots_of_tile,
 )
 
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
@@ -65,18 +61,17 @@ def _shared_shrink(
     tiles_ptr,
     routes_ptr,
     arena_ptr,
-    table_ptr,
     u_ptr,
     first_site,
     sites,
     n_tiles,
     split,
-    tiles_stride,
     x_stride,
     in_features,
     slice_stride,
     row_stride,
     plane_stride,
+    N_SLICES: tl.constexpr,
     TILES: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
@@ -91,17 +86,21 @@ def _shared_shrink(
     site = first_site + slice_number
 
     tiles = tl.arange(0, TILES)
-    routes = routes_ptr + (tiles.to(tl.int64) * sites + site) * SHARED_FIELDS
-    bases = tl.load(routes + SHARED_BASIS, mask=tiles < n_tiles, other=-1)
-    ranks = tl.load(routes + SHARED_RANK, mask=tiles < n_tiles, other=0)
-    blocks = tl.cdiv(tl.where(bases >= 0, ranks, 0), BLOCK_RANK).to(tl.int32)
+    known = tiles < n_tiles
+    routes = routes_ptr + (tiles.to(tl.int64) * sites + first_site) * SHARED_FIELDS
+    bases = tl.load(routes + slice_number * SHARED_FIELDS + SHARED_BASIS, mask=known, other=-1)
+    ranks = tl.load(routes + slice_number * SHARED_FIELDS + SHARED_RANK, mask=known, other=0)
+    first = bases >= 0  # whether this is the first slice of the tile with this basis
+    for i in tl.static_range(N_SLICES - 1):
+        earlier = tl.load(routes + i * SHARED_FIELDS + SHARED_BASIS, mask=known & (i < slice_number), other=-1)
+        first = first & (earlier != bases)
+    blocks = tl.cdiv(tl.where(first, ranks, 0), BLOCK_RANK).to(tl.int32)
     ends = tl.cumsum(blocks, axis=0)
 
     for piece in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
         tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
         block = piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
-        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
         route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
         rank = tl.load(route + SHARED_RANK).to(tl.int32)
         offset = tl.load(route + SHARED_A)
@@ -109,9 +108,6 @@ def _shared_shrink(
         live = rows >= 0
         r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
         wanted = live[:, None] & (r < rank)[None, :]
-        d_offsets = tl.load(table_ptr + (slots * sites + site) * FIELDS + D, mask=live, other=-1)
-        d_pointers = arena_ptr + d_offsets[:, None] + r[None, :]
-        d = tl.load(d_pointers, mask=wanted & (d_offsets >= 0)[:, None], other=1.0)
         x_rows = x_ptr + rows[:, None] * x_stride
         if (offset % VECTOR == 0) & (stride % VECTOR == 0):
             product = _product(
@@ -142,7 +138,7 @@ def _shared_shrink(
                 UNALIGNED_BLOCK,
             )
         out_ptr = u_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
-        tl.store(out_ptr + rows[:, None] * row_stride + r[None, :], product * d.to(tl.float32), mask=wanted)
+        tl.store(out_ptr + rows[:, None] * row_stride + r[None, :], product, mask=wanted)
 
 
 def shared_shrink(
@@ -150,7 +146,6 @@ def shared_shrink(
     tiles: torch.Tensor,
     routes: torch.Tensor,
     arena: torch.Tensor,
-    table: torch.Tensor,
     first_site: int,
     u: torch.Tensor,
     parameters: launch.Shrink | None = None,
@@ -167,18 +162,17 @@ def shared_shrink(
         tiles,
         routes,
         arena,
-        table,
         u,
         first_site,
-        table.shape[1],
+        routes.shape[1],
         n_tiles,
         split,
-        tiles.stride(0),
         x.stride(0),
         x.shape[1],
         u.stride(2),
         u.stride(1),
         u.stride(0),
+        N_SLICES=n_slices,
         TILES=max(16, triton.next_power_of_2(n_tiles)),
         VECTOR=16 // arena.itemsize,
         ROWS=tile_rows,
