@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from scute_kernels.table import SHARED_BASIS
@@ -79,7 +80,9 @@ def build_plan(
         raise ValueError(f"{live} rows in tiles of {tile_rows}: a plan has room for {FEW_ROWS} of these")
     if out is None:
         out = torch.empty(packed_size(rows, width, len(groups)), dtype=torch.int32)
-    row_slot, tiles = out[:rows], out[rows:].view(2, -1)
+    # With numpy: torch would run repeat_interleave on all cores, however few the elements, and wait for each of them.
+    packed = out.numpy()
+    row_slot, tiles = packed[:rows], packed[rows:].reshape(2, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     for request, slot in enumerate(slots):
@@ -98,28 +101,20 @@ def build_plan(
             place += counts[request]
         tile = -(-place // tile_rows)
 
-    row_slot[:live] = _repeat(slots, counts, live)
+    row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
-    tiles.fill_(-1)
+    tiles.fill(-1)
     of_arranged = [counts[request] for request in arranged]
-    planned = sum(of_arranged)
     starts, before = list(accumulate(counts, initial=0)), list(accumulate(of_arranged, initial=0))
-    number = torch.arange(planned)
-    place = number + _repeat(
-        [place - first for place, first in zip(places, before, strict=False)], of_arranged, planned
-    )
+    number = np.arange(sum(of_arranged))
+    shifts = [place - first for place, first in zip(places, before, strict=False)]
+    place = number + np.repeat(np.asarray(shifts, np.int64), of_arranged)
     if tile_rows < width:
         place *= width
     shifts = [starts[request] - first for request, first in zip(arranged, before, strict=False)]
-    tiles[0, place] = (number + _repeat(shifts, of_arranged, planned)).int()
-    tiles[1, place] = _repeat([slots[request] for request in arranged], of_arranged, planned).int()
+    tiles[0, place] = number + np.repeat(np.asarray(shifts, np.int64), of_arranged)
+    tiles[1, place] = np.repeat(np.asarray([slots[request] for request in arranged], np.int32), of_arranged)
     return out
-
-
-def _repeat(values: Sequence[int], counts: Sequence[int], total: int) -> torch.Tensor:
-    return torch.repeat_interleave(
-        torch.tensor(values, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64), output_size=total
-    )
 
 
 def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor) -> BatchPlan:
