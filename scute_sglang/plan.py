@@ -8,13 +8,13 @@ there, and takes on top of the base model
 ``bytes``: the parts of the adapters of the batch that the operator reads at this module, each once, however many
 requests share an adapter, or adapters a basis. Activations are not counted, since they stay in the L2 cache, but for
 those that only exist because of an input transform. ``floor``: what the operator takes if it has next to nothing to
-read. ``shrink`` has none: it runs on a second stream beside the base GEMM, which is bound by memory too, so it costs
-its bytes and no more.
+read. ``shrink`` and ``shared_shrink`` have none: they run on a second stream beside the base GEMM, which is bound by
+memory too, so they cost their bytes and no more.
 
-Left out: prefill; the host and its scheduling; forwards without CUDA graphs; bringing adapters in; tensor parallel
-(everything is of one GPU that serves the whole model); the further columns that the base GEMM computes for
-transformed inputs; and whatever a kernel takes beyond its bytes and its floor, so that a time is rather the least
-that a step takes than its mean.
+Left out: prefill; the host and its scheduling; ``route`` and ``shared_route``, once per step; forwards without CUDA
+graphs; bringing adapters in; tensor parallel (everything is of one GPU that serves the whole model); the further
+columns that the base GEMM computes for transformed inputs; and whatever a kernel takes beyond its bytes and its floor,
+so that a time is rather the least that a step takes than its mean.
 """
 
 from __future__ import annotations
@@ -142,11 +142,13 @@ class Model:
 class Parts:
     """Elements that an adapter has at one module, by the operator that reads them.
 
-    ``lookup``: of one row of an embedding. ``bases``: by key, the elements of ``a`` and of ``b`` that its slices read.
+    ``lookup``: of one row of an embedding. ``shared``: its own ``d`` and ``e`` for shared bases. ``bases``: by key, the
+    elements of ``a`` and of ``b`` that its slices read.
     """
 
     shrink: int = 0
     expand: int = 0
+    shared: int = 0
     rotate: int = 0
     lookup: int = 0
     bases: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -267,29 +269,31 @@ def _parts(
         # By offset: a tensor that slices share is read once.
         shrink: dict[int, int] = {}
         expand: dict[int, int] = {}
+        shared: dict[int, int] = {}
         rotate: dict[int, int] = {}
         bases: dict[str, tuple[int, int]] = {}
         for site, width in enumerate(module.widths, module.first_site):
             row = layout.rows[site].tolist()
             shrink[row[table.A]] = row[table.RANK] * module.in_features
             expand[row[table.B]] = row[table.RANK] * width
-            expand |= dict.fromkeys((row[table.SCALE], row[table.BIAS], row[table.E]), width)
+            expand |= dict.fromkeys((row[table.SCALE], row[table.BIAS]), width)
             if row[table.BLOCK]:
                 blocks = module.in_features // row[table.BLOCK] if row[table.BLOCK_STRIDE] else 1
                 rotate[row[table.ROTATION]] = blocks * row[table.BLOCK] ** 2
             if row[table.BASIS] >= 0:
                 key, rank = layout.bases[row[table.BASIS]], basis_ranks[row[table.BASIS]]
-                expand[row[table.D]] = rank
+                shared |= {row[table.D]: rank, row[table.E]: width}
                 # Slices read prefixes of the same b, and x a^T is computed once for all of them.
                 _, b = bases.get(key, (0, 0))
                 bases[key] = (rank * module.in_features, max(b, rank * (first_rows[site] + width)))
-        for operator in (shrink, expand, rotate):
+        for operator in (shrink, expand, shared, rotate):
             operator.pop(-1, None)  # absent parts
         if shrink or expand or rotate or bases:
             a = sum(shrink.values())
             parts[number] = Parts(
                 shrink=0 if module.embedding else a,
                 expand=sum(expand.values()),
+                shared=sum(shared.values()),
                 rotate=sum(rotate.values()),
                 lookup=a // module.in_features if module.embedding else 0,
                 bases=bases,
@@ -314,6 +318,7 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
     """One token for each request. ``requests``: the adapter of each."""
     adapters = {tenant.digest: tenant for tenant in requests}.values()
     rotates = any(parts.rotate for tenant in adapters for parts in tenant.parts.values())
+    shares = rotates or any(parts.bases for tenant in adapters for parts in tenant.parts.values())
     kernels = [
         kernel
         for number, module in enumerate(model.modules)
@@ -322,6 +327,7 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
             adapters=[tenant.parts[number] for tenant in adapters if number in tenant.parts],
             rows=[tenant.parts[number] for tenant in requests if number in tenant.parts],
             batch=len(requests),
+            shares=shares,
             rotates=rotates,
         )
     ]
@@ -333,26 +339,29 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
 
 
 def _kernels(
-    module: Module, adapters: Sequence[Parts], rows: Sequence[Parts], batch: int, rotates: bool
+    module: Module, adapters: Sequence[Parts], rows: Sequence[Parts], batch: int, shares: bool, rotates: bool
 ) -> list[tuple[int, float]]:
     """Bytes and floor of each kernel at a module.
 
     A graph holds the operators of every module, whether an adapter of the batch has parts there or not: those without
     work cost a launch. ``adapters``: the different ones that have parts here. ``rows``: those of each request.
-    ``batch``: all requests. ``rotates``: whether it is the graph with input transforms.
+    ``batch``: all requests. ``shares``, ``rotates``: whether it is a graph with shared bases, with input transforms.
     """
     size = SERVED.itemsize
     bases: dict[str, tuple[int, int]] = {}
     for parts in adapters:
         for key, (a, b) in parts.bases.items():
             bases[key] = (a, max(b, bases.get(key, (0, 0))[1]))
-    shrink = sum(parts.shrink for parts in adapters) + sum(a for a, _ in bases.values())
-    expand = sum(parts.expand for parts in adapters) + sum(b for _, b in bases.values())
+    expand = sum(parts.expand for parts in adapters)
     expand_kernel = (expand * size, IN_LINE if expand else LAUNCH)
     if module.embedding:
         read = sum(parts.lookup for parts in rows) * SECTOR  # a column of a: each of its numbers lies by itself
         return [(read, IN_LINE if read else LAUNCH), expand_kernel]
-    kernels = [(shrink * size, 0.0), expand_kernel]
+    kernels = [(sum(parts.shrink for parts in adapters) * size, 0.0), expand_kernel]
+    if shares:
+        shared = sum(parts.shared for parts in adapters) + sum(b for _, b in bases.values())
+        kernels.append((sum(a for a, _ in bases.values()) * size, 0.0))
+        kernels.append((shared * size, IN_LINE if shared else LAUNCH))
     if rotates:
         rotation = sum(parts.rotate for parts in adapters)
         copies = batch * module.in_features * (1 + module.slices)  # the inputs read, and written for each slice
