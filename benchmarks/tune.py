@@ -9,8 +9,8 @@ commit it. Prints both in short.
 What is measured is what a server adds to a decode step: a CUDA graph of ``--layers`` layers holds the base GEMMs of the
 modules of a layer, each followed by the adapters' kernels, with weights and adapters of its own for every layer; the
 time of the same graph without adapters is subtracted. So base weights pass through the L2 cache between two kernels,
-as they do when serving. As in the graphs of a server, every kernel holds the code of own and shared pairs, and the
-scratch is as wide as the largest rank that may come. Figures are microseconds per layer, medians of replays.
+as they do when serving. As in the graphs of a server, the scratch is as wide as the largest rank that may come. Figures
+are microseconds per layer, medians of replays.
 
 The shrinks run on a second stream beside the base GEMM, as they do in a server.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # Most rows of a tile where a tile is more than one row: 16 is the least that a tensor core multiplies; 64 in prefill,
-# so that a row of a and b is read for many rows.
+# so that a row of a and b is read for many rows. An eager forward of up to MOST_DECODE_ROWS rows is taken for a decode.
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
 MOST_DECODE_ROWS = 256

@@ -41,11 +41,11 @@ class BatchPlan:
 FEW_ROWS = 64
 
 
-def most_tiles(rows: int, tile_rows: int, slots: int) -> int:
+def most_tiles(rows: int, width: int, slots: int) -> int:
     """How many tiles ``rows`` rows of at most ``slots`` adapters can need: the full ones, and one more per adapter; but
     none is without a row. Room for a tile of each of few rows is always there, because a graph of many rows also serves
     a batch of few."""
-    return min(rows, max(-(-rows // tile_rows) + slots, FEW_ROWS))
+    return min(rows, max(-(-rows // width) + slots, FEW_ROWS))
 
 
 def packed_size(rows: int, width: int, slots: int) -> int:
