@@ -56,7 +56,7 @@ import triton
 from scute_kernels import launch, table
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, tile_width, view_plan
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.route import kernel as route_kernel
@@ -91,7 +91,6 @@ MOST_LAYERS = 64
 SPREAD = 0.1  # standard deviation of the parts: large enough that each of them shows in the results
 
 # As scute_sglang/backend.py and plan.py have them, which need more than torch and Triton.
-DECODE_TILE_ROWS, PREFILL_TILE_ROWS, MOST_DECODE_ROWS = 16, 64, 256
 IN_LINE = 2.5e-6
 MAX_RANK = 1024  # R of the scratch of decode: what a server assumes if it is told nothing
 
@@ -196,7 +195,9 @@ class Case:
 
     def planes(self, operator: str) -> int:
         """SPLIT of the scratch that ``operator`` writes."""
-        return launch.shrink_split(operator, self.batch.rows, self.dtype, self.module.in_features)
+        rows, width = self.batch.rows, tile_width(self.batch.rows)
+        tile_rows = own_tile_rows(rows, width) if operator == "shrink" else width
+        return launch.shrink_split(operator, rows, tile_rows, self.dtype, self.module.in_features)
 
     def parts(self, operator: str) -> int:
         """Elements of the parts of all adapters that ``operator`` reads in a layer, those of a shared basis once."""
@@ -251,8 +252,8 @@ class Site:
         self.layers = layers or min(MOST_LAYERS, max(4, COLD_BYTES // moved))
         self._fill()
         batch, module, method = case.batch, case.module, case.method
-        width = DECODE_TILE_ROWS if batch.rows <= MOST_DECODE_ROWS else PREFILL_TILE_ROWS
-        tile_rows = 1 if batch.rows <= FEW_ROWS else width
+        width = tile_width(batch.rows)
+        tile_rows = own_tile_rows(batch.rows, width)
         # Rows that a shared basis or a diagonal serves share tiles, a rotation has its own.
         own = self._plan(-1, width, tile_rows, table.FIELDS)
         grouped = self._plan(-1 if case.block > 1 else 0, width, width, table.SHARED_FIELDS)

@@ -52,7 +52,16 @@ import triton.language as tl
 from scute_kernels import launch, table
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.plan import (
+    FEW_ROWS,
+    MOST_DECODE_ROWS,
+    BatchPlan,
+    build_plan,
+    most_tiles,
+    own_tile_rows,
+    tile_width,
+    view_plan,
+)
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_expand import reference as shared_expand_reference
@@ -67,7 +76,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MAX_RANK = 1024  # R of the scratch: what a server assumes if it is told nothing
 REPLAYS = 15
-DECODE_ROWS = 256  # up to so many the shrinks run beside the base GEMM, and a tile has at most 16 rows
 
 
 # --- what is tried ---------------------------------------------------------------------------------------------------
@@ -270,8 +278,8 @@ class Site:
         self.max_rank = max_rank
         self._fill(layers)
         rows = self.n_rows
-        self.width = 16 if rows <= DECODE_ROWS else 64  # as a server has it
-        tile_rows = 1 if rows <= FEW_ROWS else self.width
+        self.width = tile_width(rows)
+        tile_rows = own_tile_rows(rows, self.width)
         own = self._plan([-1] * len(batch.slots), tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
         grouped = self._plan([0] * len(batch.slots), self.width, table.SHARED_FIELDS)
@@ -416,7 +424,7 @@ class Step:
 
     def _seconds(self, setting: Setting | None, shrink: bool, expand: bool) -> float:
         scratch = [site.scratch(setting) for site in self.sites] if setting else []
-        side = None if INTERPRETED or len(self.batch.rows) > DECODE_ROWS else torch.cuda.Stream()
+        side = None if INTERPRETED or len(self.batch.rows) > MOST_DECODE_ROWS else torch.cuda.Stream()
 
         def run() -> None:
             for layer in range(self.layers):
@@ -600,7 +608,7 @@ def best(
 
 def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) -> Iterator[tuple[str, Setting]]:
     """The candidates of a stage for the entry of ``kind`` ("own" or "shared") and ``most`` rows."""
-    row_tiles, decode = kind == "own" and most <= FEW_ROWS, most <= DECODE_ROWS
+    row_tiles, decode = kind == "own" and most <= FEW_ROWS, most <= MOST_DECODE_ROWS
     prefix = "shared_" if kind == "shared" else ""
     shrink: launch.Shrink = getattr(chosen, f"{prefix}shrink")
     expand: launch.Expand = getattr(chosen, f"{prefix}expand")
@@ -702,7 +710,7 @@ def run(bench: Bench) -> None:
     for (kind, most), batches in BATCHES.items():
         tried = [small(batches[-1])] if arguments.smoke else batches
         steps = [Step(bench.model, batch, bench.dtype, arguments.layers, weights) for batch in tried]
-        setting = own if own and kind == "shared" and most <= DECODE_ROWS else start_of(kind, most)
+        setting = own if own and kind == "shared" and most <= MOST_DECODE_ROWS else start_of(kind, most)
         try:
             for stage in STAGES:
                 candidates = settings_of(kind, most, stage, setting, arguments.smoke)
@@ -728,7 +736,7 @@ def run(bench: Bench) -> None:
 
 def small(batch: Batch) -> Batch:
     """The same mix with at most 3 rows: the interpreter is slow."""
-    rows = batch.rows if FEW_ROWS < len(batch.rows) <= DECODE_ROWS else batch.rows[:2] + batch.rows[-1:]
+    rows = batch.rows if FEW_ROWS < len(batch.rows) <= MOST_DECODE_ROWS else batch.rows[:2] + batch.rows[-1:]
     slots = tuple(
         replace(method, rank=min(method.rank, 20), basis_rank=min(method.basis_rank, 20)) for method in batch.slots
     )

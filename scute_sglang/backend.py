@@ -21,7 +21,17 @@ from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora
 from scute_kernels.expand import expand
 from scute_kernels.launch import shrink_split
 from scute_kernels.lookup import lookup
-from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, packed_size, view_plan
+from scute_kernels.plan import (
+    DECODE_WIDTH,
+    PREFILL_WIDTH,
+    BatchPlan,
+    build_plan,
+    most_tiles,
+    own_tile_rows,
+    packed_size,
+    tile_width,
+    view_plan,
+)
 from scute_kernels.rotate import rotate
 from scute_kernels.route import route
 from scute_kernels.shared_expand import shared_expand
@@ -35,13 +45,6 @@ if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
     from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
     from scute_sglang.sites import SiteMap
-
-
-# Most rows of a tile where a tile is more than one row: 16 is the least that a tensor core multiplies; 64 in prefill,
-# so that a row of a and b is read for many rows. An eager forward of up to MOST_DECODE_ROWS rows is taken for a decode.
-DECODE_TILE_ROWS = 16
-PREFILL_TILE_ROWS = 64
-MOST_DECODE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ class Plans:
                 plan, tiles=plan.tiles[:, :tiles], tile_rows=tile_rows, routes=plan.routes[:tiles]
             )
 
-        own_tile_rows = 1 if rows <= FEW_ROWS else self.own.tile_rows
-        return Plans(part(self.own, own_tile_rows), part(self.grouped, self.grouped.tile_rows))
+        return Plans(
+            part(self.own, own_tile_rows(rows, self.own.tiles.shape[2])), part(self.grouped, self.grouped.tile_rows)
+        )
 
 
 @dataclass
@@ -170,12 +174,12 @@ class ScuteLoRABackend(BaseLoRABackend):
     # --- the batch -------------------------------------------------------------------------------------------------
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
-        self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_TILE_ROWS)
+        self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_WIDTH)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
         self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
-        self._prefill_memory = self._static_memory(max_num_tokens, PREFILL_TILE_ROWS)
+        self._prefill_memory = self._static_memory(max_num_tokens, PREFILL_WIDTH)
 
     def _static_memory(self, rows: int, width: int) -> PlanMemory:
         """Plans that graphs may hold: all base rows until a batch is written into them."""
@@ -220,8 +224,7 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def _eager_plans(self, slots: Sequence[int], counts: Sequence[int]) -> Plans:
         rows = sum(counts)
-        width = DECODE_TILE_ROWS if rows <= MOST_DECODE_ROWS else PREFILL_TILE_ROWS
-        return self._fill(slots, counts, self._plan_memory(rows, width))
+        return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows)))
 
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
@@ -230,7 +233,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
-        build_plan(own, counts, apart, rows, width, 1 if sum(counts) <= FEW_ROWS else width, out=host[0])
+        build_plan(own, counts, apart, rows, width, own_tile_rows(sum(counts), width), out=host[0])
         build_plan(grouped, counts, self.pool.groups(live), rows, width, width, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
         plans = Plans(
@@ -329,13 +332,15 @@ class ScuteLoRABackend(BaseLoRABackend):
         real = x[:, : layer.in_features]
         v = u = x.new_empty(0, dtype=torch.float32)
         if own_pairs:
-            split = shrink_split("shrink", rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            tile_rows = plans.own.tile_rows
+            split = shrink_split("shrink", rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
             v = x.new_empty((split, rows, n_slices, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
         if shared:
-            split = shrink_split("shared_shrink", rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            tile_rows = plans.grouped.tile_rows
+            split = shrink_split("shared_shrink", rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
             max_rank = self.max_rank if capturing else batch.max_shared_rank
             u = x.new_empty((split, rows, n_slices, max_rank), dtype=u.dtype)
-        side = self._side_stream if batch.beside else None
+        side = self._side_stream if batch.beside and (own_pairs or shared) else None
         with on_stream(side):
             if own_pairs:
                 shrink(real, *own_plan, site, v)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
-from scute_kernels.plan import FEW_ROWS, BatchPlan, build_plan, most_tiles, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, tile_width, view_plan
 from scute_kernels.route.reference import route
 from scute_kernels.shared_route.reference import shared_route
 from scute_kernels.table import (
@@ -168,8 +168,10 @@ def make_case(
     max_rank: int,
     split: int,
     block: int | None = None,
+    places: int | None = None,
 ) -> Case:
-    """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given."""
+    """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given.
+    ``places``: of a tile, as in an eager forward if not given."""
     choose = random.Random(seed)
     n_slices, n_slots = len(widths), len(methods)
     sites = FIRST_SITE + n_slices + 1
@@ -213,12 +215,11 @@ def make_case(
     live = sum(count for _, count in requests)
     rows = live + spare_rows
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
-    # As a server plans decode, and prefill beyond 256 rows.
-    width = 16 if rows <= 256 else 64
+    width = places or tile_width(rows)
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     plans = {}
     for name, tile_rows, its_groups, fields in (
-        ("own", 1 if rows <= FEW_ROWS else width, [-1] * n_slots, FIELDS),
+        ("own", own_tile_rows(rows, width), [-1] * n_slots, FIELDS),
         ("grouped", width, groups, SHARED_FIELDS),
     ):
         packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows)
@@ -324,6 +325,7 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32, tor
         spare_rows=draw(st.sampled_from([0 if live else 1, 3, 257])),
         max_rank=draw(st.sampled_from([1, 3, 12, 16, 33, 70])),
         split=draw(st.sampled_from([1, 2, 5])),
+        places=draw(st.sampled_from([None, None, 64])),  # a prefill graph of few rows has tiles of 64
     )
 
 

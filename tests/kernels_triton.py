@@ -49,7 +49,7 @@ KERNELS: tuple[Operator, ...] = (
 )
 
 bounded = settings(
-    max_examples=15 if DEVICE == "cpu" else 40,  # nearly each compiles kernels of its own
+    max_examples=10 if DEVICE == "cpu" else 40,  # nearly each compiles kernels of its own
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # the interpreter is too slow to shrink a failure

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scute_kernels import launch
-from scute_kernels.plan import FEW_ROWS
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, PREFILL_WIDTH, own_tile_rows
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 << 10  # of a multiprocessor of an H100 or H200, the most that a program can have
@@ -16,26 +16,31 @@ SHARED_MEMORY = 227 << 10  # of a multiprocessor of an H100 or H200, the most th
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 100_000])
+@pytest.mark.parametrize("width", [DECODE_WIDTH, PREFILL_WIDTH])
 @pytest.mark.parametrize("kind", ["", "shared_"])
-def test_every_batch_has_parameters_that_fit(kind: str, rows: int, dtype: torch.dtype) -> None:
-    tile = 16 if rows <= 256 else 64
-    shrink = launch.shrink(f"{kind}shrink", rows, dtype, 1024)
-    expand = launch.expand(f"{kind}expand", rows, dtype, 1024)
-    least = 1 if rows <= FEW_ROWS and not kind else 16  # what a tensor core multiplies
+def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, dtype: torch.dtype) -> None:
+    """Also a prefill graph of few rows, whose tiles are wide."""
+    tile_rows = width if kind else own_tile_rows(rows, width)
+    shrink = launch.shrink(f"{kind}shrink", rows, tile_rows, dtype, 1024)
+    expand = launch.expand(f"{kind}expand", rows, tile_rows, dtype, 1024)
+    least = 1 if tile_rows == 1 else 16  # what a tensor core multiplies
     for block in (shrink.block_rank, shrink.block_in, expand.block_rank, expand.block_out):
         assert block >= least and block & (block - 1) == 0
-    buffers = shrink.num_stages * (tile + shrink.block_rank) * shrink.block_in * dtype.itemsize
-    assert buffers <= SHARED_MEMORY
-    stage = tile * expand.block_rank * 4 + expand.block_out * expand.block_rank * dtype.itemsize
-    assert expand.num_stages * stage <= SHARED_MEMORY
+    if tile_rows > 1:
+        buffers = shrink.num_stages * (tile_rows + shrink.block_rank) * shrink.block_in * dtype.itemsize
+        assert buffers <= SHARED_MEMORY
+        # Each stage of an expand would hold every plane of the scratch.
+        assert expand.num_stages == 1
+        operands = (tile_rows + expand.block_out) * expand.block_rank * dtype.itemsize
+        assert operands <= SHARED_MEMORY
     for features in (1, 896, 4096, 14336, 28672):
-        assert 1 <= launch.shrink_split(f"{kind}shrink", rows, dtype, features) <= 16
+        assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
 
 
 def test_a_small_largest_rank_makes_small_blocks() -> None:
-    assert launch.shrink("shared_shrink", 16, torch.float16, 3).block_rank == 16
-    assert launch.expand("shared_expand", 16, torch.float16, 17).block_rank <= 32
-    wide = [launch.expand("shared_expand", 16, torch.float16, rank).block_rank for rank in (512, 1024)]
+    assert launch.shrink("shared_shrink", 16, 16, torch.float16, 3).block_rank == 16
+    assert launch.expand("shared_expand", 16, 16, torch.float16, 17).block_rank <= 32
+    wide = [launch.expand("shared_expand", 16, 16, torch.float16, rank).block_rank for rank in (512, 1024)]
     assert wide[0] == wide[1]
 
 
@@ -45,10 +50,11 @@ def test_the_first_entry_that_is_for_the_batch() -> None:
         {"max_rows": most, "block_rank": 16, "block_out": width, "tile_programs": 16, **options}
         for most, width in ((4, 32), (16, 64), (None, 128))
     ]
-    chosen = [launch.choose(entries, rows, launch.Expand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
+    chosen = [launch.choose(entries, rows, 16, launch.Expand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
     assert chosen == [32, 32, 64, 64, 128, 128]
+    assert launch.choose(entries, 4, PREFILL_WIDTH, launch.Expand).block_out == 128
     with pytest.raises(ValueError, match="no entry for 17 rows"):
-        launch.choose(entries[:2], 17, launch.Expand)
+        launch.choose(entries[:2], 17, 16, launch.Expand)
 
 
 def test_entries_stand_in_order() -> None:
@@ -62,7 +68,7 @@ def test_entries_stand_in_order() -> None:
             assert operator.startswith("shared") or FEW_ROWS in bounds  # up to there a tile has one
 
 
-def test_no_early_launch_without_a_gpu_that_can() -> None:
-    if not torch.cuda.is_available():
-        assert not launch.supports_pdl()
-        assert launch.options(launch.expand("expand", 16, torch.float16, 16)) == {}
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_no_early_launch_without_a_gpu() -> None:
+    assert not launch.supports_pdl()
+    assert launch.options(launch.expand("expand", 16, 1, torch.float16, 16)) == {}

@@ -9,7 +9,7 @@ import torch
 
 import operators
 from operators import CHUNK, DECODE, DORA, IA3, LORA, PREFILL, Batch, Case, Method
-from scute_sglang import backend, plan
+from scute_sglang import plan
 from shapes import Module
 
 QKV, DOWN = Module("qkv_proj", 96, (112, 48, 32)), Module("down_proj", 8192, (80,))
@@ -36,8 +36,6 @@ def bar(rows: list[dict[str, Any]], number: int, launch_us: float = 0.8) -> oper
 
 def test_constants_are_those_of_the_server() -> None:
     assert operators.IN_LINE == plan.IN_LINE
-    ours = operators.DECODE_TILE_ROWS, operators.PREFILL_TILE_ROWS, operators.MOST_DECODE_ROWS
-    assert ours == (backend.DECODE_TILE_ROWS, backend.PREFILL_TILE_ROWS, backend.MOST_DECODE_ROWS)
 
 
 @pytest.mark.parametrize(("adapters", "counts"), [(1, [1024]), (3, [342, 341, 341]), (4, [256] * 4)])

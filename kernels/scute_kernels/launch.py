@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from scute_kernels.plan import DECODE_WIDTH
+
 TABLE = Path(__file__).with_name("launch_table.json")
-DECODE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ def precision(dtype: torch.dtype) -> str:
     return "single" if dtype == torch.float32 else "half"
 
 
-def choose(rows_of_table: Sequence[Mapping[str, Any]], rows: int, kind: type[Parameters]) -> Parameters:
-    """The parameters of the first entry that is for ``rows`` rows too. ``max_rows``: None for any number."""
+def choose(rows_of_table: Sequence[Mapping[str, Any]], rows: int, tile_rows: int, kind: type[Parameters]) -> Parameters:
+    """The parameters of the first entry that is for ``rows`` rows too. ``max_rows``: None for any number, and for tiles
+    as wide as those of prefill, which a prefill graph of few rows has too."""
     for entry in rows_of_table:
         most = entry["max_rows"]
-        if most is None or rows <= most:
+        if most is None or (rows <= most and tile_rows <= DECODE_WIDTH):
             return kind(**{name: value for name, value in entry.items() if name != "max_rows"})
     raise ValueError(f'{TABLE.name}: no entry for {rows} rows; the last one needs "max_rows": null')
 
@@ -86,15 +88,15 @@ def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
-def shrink(operator: str, rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
+def shrink(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
     """``operator``: "shrink" or "shared_shrink". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
-    chosen = choose(_table()[operator][precision(dtype)], rows, Shrink)
+    chosen = choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
 
 
-def shrink_split(operator: str, rows: int, dtype: torch.dtype, in_features: int) -> int:
+def shrink_split(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, in_features: int) -> int:
     """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only."""
-    return split_of(in_features, choose(_table()[operator][precision(dtype)], rows, Shrink).share)
+    return split_of(in_features, choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink).share)
 
 
 def split_of(in_features: int, share: int) -> int:
@@ -102,9 +104,9 @@ def split_of(in_features: int, share: int) -> int:
     return max(1, min(_MOST_PLANES, in_features // share))
 
 
-def expand(operator: str, rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
+def expand(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
     """``operator``: "expand" or "shared_expand". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
-    chosen = choose(_table()[operator][precision(dtype)], rows, Expand)
+    chosen = choose(_table()[operator][precision(dtype)], rows, tile_rows, Expand)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
 
 
@@ -112,7 +114,7 @@ def rotate(rows: int, dtype: torch.dtype) -> Rotate:
     """``rows``: of a tile."""
     if dtype == torch.float32:
         return Rotate(block_in=32, block_out=32, num_warps=4, num_stages=2)
-    if rows == DECODE_ROWS:
+    if rows == DECODE_WIDTH:
         return Rotate(block_in=32, block_out=64, num_warps=2, num_stages=3)
     return Rotate(block_in=32, block_out=64, num_warps=4, num_stages=3)
 

@@ -40,6 +40,22 @@ class BatchPlan:
 # to 16 rows, and what rows of one adapter read again lies in the L2 cache.
 FEW_ROWS = 64
 
+# Places of a tile in a plan for decode, the least that a tensor core multiplies, and for prefill, where a row of a and
+# b is read for many rows. An eager forward of up to MOST_DECODE_ROWS rows is taken for a decode.
+DECODE_WIDTH = 16
+PREFILL_WIDTH = 64
+MOST_DECODE_ROWS = 256
+
+
+def tile_width(rows: int) -> int:
+    """Places of a tile in an eager forward of ``rows`` rows."""
+    return DECODE_WIDTH if rows <= MOST_DECODE_ROWS else PREFILL_WIDTH
+
+
+def own_tile_rows(rows: int, width: int) -> int:
+    """How many places of a tile are filled in the own plan of ``rows`` rows."""
+    return 1 if rows <= FEW_ROWS else width
+
 
 def most_tiles(rows: int, width: int, slots: int) -> int:
     """How many tiles ``rows`` rows of at most ``slots`` adapters can need: the full ones, and one more per adapter; but

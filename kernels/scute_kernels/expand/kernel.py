@@ -212,7 +212,7 @@ def expand(
     own = v.numel() > 0
     split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
     plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
-    parameters = parameters or launch.expand("expand", h.shape[0], arena.dtype, max_rank)
+    parameters = parameters or launch.expand("expand", h.shape[0], tile_rows, arena.dtype, max_rank)
     column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     width_step = 16 if all(offset % 16 == 0 for offset in slice_offsets) else 1
     n_tiles, sites, _ = routes.shape

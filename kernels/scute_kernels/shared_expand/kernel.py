@@ -40,16 +40,40 @@ UNALIGNED_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
+def _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live):
+    """``b`` ``(BLOCK_RANK, BLOCK_OUT)``, and the ``d`` of each row ``(ROWS, BLOCK_RANK)``, at the ranks ``r``."""
+    within = r < rank
+    b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
+    b = tl.load(b_pointers, mask=within[:, None] & n_live[None, :], other=0.0)
+    d = tl.load(d_rows + r[None, :], mask=damped & within[None, :], other=1.0)
+    return b, d
+
+
+@triton.jit
+def _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT: tl.constexpr):
+    """``total + (u * d) b``."""
+    # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
+    pointers = u_rows + r[None, :]
+    mask = live[:, None] & (r < max_rank)[None, :]
+    u = tl.load(pointers, mask=mask, other=0.0)
+    for _ in tl.static_range(1, SPLIT):
+        pointers += plane_stride
+        u += tl.load(pointers, mask=mask, other=0.0)
+    u = tl.where((r < rank)[None, :], u * d.to(tl.float32), 0.0)
+    return tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
+
+
+@triton.jit
 def _finish(
     h_pointers,
     h_mask,
     u_rows,
     max_rank,
     plane_stride,
-    arena_ptr,
     b_ptr,
     b_stride,
-    d_offsets,
+    d_rows,
+    damped,
     e,
     rank,
     live,
@@ -61,32 +85,22 @@ def _finish(
     BLOCK_OUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``h + ((u * d) b) * e``, stored. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R."""
+    """``h + ((u * d) b) * e``, stored. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R. ``d_rows``:
+    the same to ``d``, of the rows that have one, ``damped``."""
+    r = tl.arange(0, BLOCK_RANK)
+    b, d = _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live)
+    # So far the kernel before this one may have been at work still; u and h are read after its end. This must not be in
+    # the loop: with several stages the compiler moves reads of u to before it.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-    for first_rank in range(0, rank, BLOCK_RANK):
+    total = _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT)
+    for first_rank in range(BLOCK_RANK, rank, BLOCK_RANK):
         r = first_rank + tl.arange(0, BLOCK_RANK)
-        within = (r < rank)[None, :]
-        b = tl.load(
-            b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :],
-            mask=(r < rank)[:, None] & n_live[None, :],
-            other=0.0,
-        )
-        damped = (d_offsets >= 0)[:, None] & within
-        d = tl.load(arena_ptr + d_offsets[:, None] + r[None, :], mask=damped, other=1.0)
-        if PDL:  # so far the kernel before this one may have been at work still; u and h are read after its end
-            tl.extra.cuda.gdc_wait()
-        # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
-        pointers = u_rows + r[None, :]
-        mask = live[:, None] & (r < max_rank)[None, :]
-        u = tl.load(pointers, mask=mask, other=0.0)
-        for _ in tl.static_range(1, SPLIT):
-            pointers += plane_stride
-            u += tl.load(pointers, mask=mask, other=0.0)
-        u = tl.where(within, u * d.to(tl.float32), 0.0)
-        total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
-    total *= e.to(tl.float32)
-    total += tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
-    tl.store(h_pointers, total.to(h_pointers.dtype.element_ty), mask=h_mask)
+        b, d = _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live)
+        total = _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT)
+    tl.store(h_pointers, (h + total * e.to(tl.float32)).to(h_pointers.dtype.element_ty), mask=h_mask)
 
 
 @triton.jit
@@ -145,7 +159,8 @@ def _shared_expand(
             row_bases = tl.load(entries + BASIS, mask=live, other=-1)
             d_offsets = tl.load(entries + D, mask=live, other=-1)
             e_offsets = tl.load(entries + E, mask=live, other=-1)
-            d_offsets = tl.where(row_bases >= 0, d_offsets, -1)
+            damped = ((row_bases >= 0) & (d_offsets >= 0))[:, None]
+            d_rows = arena_ptr + d_offsets[:, None]
             present = (row_bases >= 0) & (e_offsets >= 0)
             e_pointers = arena_ptr + known_multiple(tl.where(present, e_offsets, 0), VECTOR)[:, None] + n[None, :]
             e = tl.load(e_pointers, mask=present[:, None] & n_live[None, :], other=1.0)
@@ -164,10 +179,10 @@ def _shared_expand(
                     u_rows,
                     max_rank,
                     plane_stride,
-                    arena_ptr,
                     arena_ptr + known_multiple(offset, VECTOR),
                     known_multiple(stride, VECTOR),
-                    d_offsets,
+                    d_rows,
+                    damped,
                     e,
                     rank,
                     live,
@@ -186,10 +201,10 @@ def _shared_expand(
                     u_rows,
                     max_rank,
                     plane_stride,
-                    arena_ptr,
                     arena_ptr + offset,
                     stride,
-                    d_offsets,
+                    d_rows,
+                    damped,
                     e,
                     rank,
                     live,
@@ -223,9 +238,9 @@ def shared_expand(
 ) -> None:
     """``parameters``: those of the table if not given."""
     split, rows, n_slices, max_rank = u.shape
-    parameters = parameters or launch.expand("shared_expand", rows, arena.dtype, max_rank)
-    column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     _, n_tiles, tile_rows = tiles.shape
+    parameters = parameters or launch.expand("shared_expand", rows, tile_rows, arena.dtype, max_rank)
+    column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
     _shared_expand[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         u,

@@ -152,9 +152,9 @@ def shared_shrink(
 ) -> None:
     """``parameters``: those of the table if not given."""
     split, rows, n_slices, max_rank = u.shape
-    parameters = parameters or launch.shrink("shared_shrink", rows, arena.dtype, max_rank)
-    # No more programs than blocks of ranks there can be.
     _, n_tiles, tile_rows = tiles.shape
+    parameters = parameters or launch.shrink("shared_shrink", rows, tile_rows, arena.dtype, max_rank)
+    # No more programs than blocks of ranks there can be.
     most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
     programs = max(1, min(most, parameters.programs // (n_slices * split)))
     _shared_shrink[(programs, n_slices * split)](

@@ -102,7 +102,7 @@ def shrink(
 ) -> None:
     """``parameters``: those of the table if not given."""
     split, rows, n_slices, max_rank = v.shape
-    parameters = parameters or launch.shrink("shrink", rows, arena.dtype, max_rank)
+    parameters = parameters or launch.shrink("shrink", rows, tile_rows, arena.dtype, max_rank)
     # No more programs than blocks of ranks there can be.
     _, n_tiles, width = tiles.shape
     most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
