@@ -81,6 +81,7 @@ def test_lookup(case: Case) -> None:
     check_lookup(lookup_kernel.lookup, case.to(DEVICE), random_ids(case))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="minutes under the interpreter; the next test loops over small blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spare_rows", [0, 60, 240])
 def test_every_loop_runs_twice(dtype: torch.dtype, spare_rows: int) -> None:
