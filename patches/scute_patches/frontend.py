@@ -124,6 +124,7 @@ def _execute(original: Callable[..., None], self: StreamExecutor, other: SglExpr
             raise AdapterError(message) from error
         # Not raised: SGLang's worker would end, and a later wait for this executor would never return.
         self.error_ = AdapterError(message)
+        self.adapter_error = self.error_  # pyright: ignore[reportAttributeAccessIssue]
         _skip(self, other)
 
 
@@ -176,7 +177,8 @@ def _end(original: Callable[..., None], self: StreamExecutor) -> None:
 
 
 def _failure(executor: StreamExecutor) -> AdapterError | None:
-    return executor.error_ if isinstance(executor.error_, AdapterError) else None
+    """The first failure, which stays: SGLang's worker puts what ends it into ``error_``."""
+    return getattr(executor, "adapter_error", None)
 
 
 def _raise_failure(executor: StreamExecutor) -> None:
