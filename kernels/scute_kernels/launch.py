@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,6 +103,23 @@ def shrink_split(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, i
 def split_of(in_features: int, share: int) -> int:
     """How many shares of about ``share`` features."""
     return max(1, min(_MOST_PLANES, in_features // share))
+
+
+def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> int:
+    """Programs that divide the blocks of ranks among them, no more than there can be. ``parts``: how often they are
+    launched, for each slice and share of the features."""
+    most = n_tiles * -(-max_rank // parameters.block_rank)
+    return max(1, min(most, parameters.programs // parts))
+
+
+def column_blocks(slice_offsets: Sequence[int], block_out: int) -> int:
+    """Blocks of columns of a module, each of which lies in one slice."""
+    return sum(-(-(end - begin) // block_out) for begin, end in pairwise(slice_offsets))
+
+
+def width_step(slice_offsets: Sequence[int]) -> int:
+    """What the kernels may take for granted to divide the first column and the width of every slice."""
+    return 16 if all(offset % 16 == 0 for offset in slice_offsets) else 1
 
 
 def expand(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expand:

@@ -11,7 +11,6 @@ They run on the critical path, after the base layer, so they wait as seldom as t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import triton
@@ -213,8 +212,8 @@ def expand(
     split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
     plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
     parameters = parameters or launch.expand("expand", h.shape[0], tile_rows, arena.dtype, max_rank)
-    column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
-    width_step = 16 if all(offset % 16 == 0 for offset in slice_offsets) else 1
+    column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
+    width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
     width = tiles.shape[2]
     if tile_rows == 1:

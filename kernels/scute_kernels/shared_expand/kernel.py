@@ -11,7 +11,6 @@ launch alone, and all that ``b`` and ``u`` wait for is one of these. What differ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import triton
@@ -240,7 +239,7 @@ def shared_expand(
     split, rows, n_slices, max_rank = u.shape
     _, n_tiles, tile_rows = tiles.shape
     parameters = parameters or launch.expand("shared_expand", rows, tile_rows, arena.dtype, max_rank)
-    column_blocks = sum(triton.cdiv(end - begin, parameters.block_out) for begin, end in pairwise(slice_offsets))
+    column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
     _shared_expand[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         u,
@@ -258,7 +257,7 @@ def shared_expand(
         u.stride(0),
         SLICE_OFFSETS=tuple(slice_offsets),
         N_SLICES=n_slices,
-        WIDTH_STEP=16 if all(offset % 16 == 0 for offset in slice_offsets) else 1,
+        WIDTH_STEP=launch.width_step(slice_offsets),
         VECTOR=16 // arena.itemsize,
         SPLIT=split,
         ROWS=tile_rows,

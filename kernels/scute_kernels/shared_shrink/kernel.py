@@ -154,9 +154,7 @@ def shared_shrink(
     split, rows, n_slices, max_rank = u.shape
     _, n_tiles, tile_rows = tiles.shape
     parameters = parameters or launch.shrink("shared_shrink", rows, tile_rows, arena.dtype, max_rank)
-    # No more programs than blocks of ranks there can be.
-    most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
-    programs = max(1, min(most, parameters.programs // (n_slices * split)))
+    programs = launch.shrink_programs(parameters, n_tiles, n_slices * split, max_rank)
     _shared_shrink[(programs, n_slices * split)](
         x,
         tiles,

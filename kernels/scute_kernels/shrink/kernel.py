@@ -103,10 +103,8 @@ def shrink(
     """``parameters``: those of the table if not given."""
     split, rows, n_slices, max_rank = v.shape
     parameters = parameters or launch.shrink("shrink", rows, tile_rows, arena.dtype, max_rank)
-    # No more programs than blocks of ranks there can be.
     _, n_tiles, width = tiles.shape
-    most = n_tiles * triton.cdiv(max_rank, parameters.block_rank)
-    programs = max(1, min(most, parameters.programs // (n_slices * split)))
+    programs = launch.shrink_programs(parameters, n_tiles, n_slices * split, max_rank)
     _shrink[(programs, n_slices * split)](
         x,
         tiles,
