@@ -19,7 +19,7 @@ $(READY): pyproject.toml
 	@echo "Setting up $(VENV): SGLang, PyTorch and the test tools (11 GB, one to ten minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip uv
-	$(RUN) -m uv pip install --python $(RUN) --editable '.[dev]'
+	$(RUN) -m uv pip install --python $(RUN) --compile-bytecode --editable '.[dev]'
 	@touch $(READY)
 
 demo: $(READY)

@@ -50,10 +50,7 @@ class Arena:
         staging = min(self.capacity, STAGING_BYTES) // dtype.itemsize
         self._staging = torch.empty(staging, dtype=dtype, device=device)
         self._blocks: dict[str, _Block] = {}
-
-    @property
-    def used(self) -> int:
-        return sum(block.size for block in self._blocks.values()) * self.tensor.itemsize
+        self.used = 0
 
     @property
     def free(self) -> int:
@@ -96,6 +93,7 @@ class Arena:
         if offset is None:
             offset = self._compact()
         self._blocks[key] = _Block(offset, elements, size)
+        self.used += needed
         return offset
 
     def write(self, key: str, host: torch.Tensor) -> None:
@@ -120,6 +118,7 @@ class Arena:
         block.references -= 1
         if block.references == 0:
             del self._blocks[key]
+            self.used -= block.size * self.tensor.itemsize
 
     def _view(self, offset: int, elements: int) -> torch.Tensor:
         return self.tensor[offset : offset + elements]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
@@ -39,7 +40,12 @@ from scute_kernels.shared_route import shared_route
 from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
 from scute_kernels.table import FIELDS, SHARED_FIELDS
-from scute_patches.decode_cuda_graph_runner import OWN_VARIANT, ROTATE_VARIANT
+from scute_patches.decode_cuda_graph_runner import (
+    OWN_VARIANT,
+    ROTATE_UNFUSED_VARIANT,
+    ROTATE_VARIANT,
+    SHARED_VARIANT,
+)
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
@@ -73,17 +79,21 @@ class Plans:
 class Batch:
     """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
 
-    ``adapters``: those of its requests. ``has_active_lora``, ``is_prefill``, ``use_cuda_graph``: SGLang reads them.
-    ``beside``: whether what does not depend on the base layer runs on a second stream beside it: in decode, where the
-    base layer waits for memory; in prefill it leaves no multiprocessor idle.
+    ``slots``, ``counts``: of each request, and its rows. ``adapters``: by slot. ``has_active_lora``, ``is_prefill``,
+    ``use_cuda_graph``: SGLang reads them.
+    ``beside``: whether what does not depend on the base layer is computed beside it: in decode, where the base layer
+    waits for memory; in prefill it leaves no multiprocessor idle.
     What an eager forward needs is worked out when its first layer asks; a replayed decode graph never does.
     """
 
     plans: Plans
-    adapters: list[LoadedAdapter]
+    slots: Sequence[int]
+    counts: Sequence[int]
+    adapters: dict[int, LoadedAdapter]
     use_cuda_graph: bool
     is_prefill: bool
     beside: bool
+    _transformed_rows: dict[frozenset[int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def has_active_lora(self) -> bool:
@@ -92,38 +102,49 @@ class Batch:
     @cached_property
     def touched(self) -> frozenset[int]:
         """Layers (``module_index``) at which an adapter has any part."""
-        return frozenset().union(*(adapter.touched for adapter in self.adapters))
+        return frozenset().union(*(adapter.touched for adapter in self.adapters.values()))
 
     @cached_property
     def own(self) -> frozenset[int]:
         """Layers at which an adapter has an own part."""
-        return frozenset().union(*(adapter.own for adapter in self.adapters))
+        return frozenset().union(*(adapter.own for adapter in self.adapters.values()))
 
     @cached_property
     def own_pairs(self) -> frozenset[int]:
         """Layers at which an adapter has an own pair."""
-        return frozenset().union(*(adapter.own_pairs for adapter in self.adapters))
+        return frozenset().union(*(adapter.own_pairs for adapter in self.adapters.values()))
 
     @cached_property
     def shared(self) -> frozenset[int]:
         """Layers at which an adapter has a shared basis."""
-        return frozenset().union(*(adapter.shared for adapter in self.adapters))
+        return frozenset().union(*(adapter.shared for adapter in self.adapters.values()))
 
     @cached_property
     def rotated(self) -> frozenset[int]:
         """Layers whose inputs an adapter transforms."""
-        return frozenset().union(*(adapter.rotated for adapter in self.adapters))
+        return frozenset().union(*(adapter.rotated for adapter in self.adapters.values()))
 
     @cached_property
     def max_rank(self) -> int:
         """At least the rank of every own pair: the rank stride of an eager forward's scratch. A power of two, so that
         few variants of a kernel serve all batches."""
-        return next_power_of_2(max(adapter.max_rank for adapter in self.adapters))
+        return next_power_of_2(max(adapter.max_rank for adapter in self.adapters.values()))
 
     @cached_property
     def max_shared_rank(self) -> int:
         """The same of shared bases."""
-        return next_power_of_2(max(adapter.max_shared_rank for adapter in self.adapters))
+        return next_power_of_2(max(adapter.max_shared_rank for adapter in self.adapters.values()))
+
+    def transformed_rows(self, module_index: int, device: torch.device) -> torch.Tensor:
+        """Numbers of the rows whose inputs an adapter transforms at a layer, ``(M,)`` int64."""
+        slots = frozenset(slot for slot, adapter in self.adapters.items() if module_index in adapter.rotated)
+        if slots not in self._transformed_rows:  # adapters have their rotations at all layers, as a rule
+            rows = np.flatnonzero(np.repeat([slot in slots for slot in self.slots], self.counts))
+            host = torch.from_numpy(rows)
+            if device.type == "cuda":
+                host = host.pin_memory()
+            self._transformed_rows[slots] = host.to(device, non_blocking=True)
+        return self._transformed_rows[slots]
 
 
 @dataclass(frozen=True)
@@ -165,7 +186,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         super().__init__(max_loras_per_batch, device)
         self._decode_memory: PlanMemory | None = None
         self._prefill_memory: PlanMemory | None = None
-        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One for own pairs, one for shared bases; None: no stream of its own.
+        streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        self._own_stream, self._shared_stream = streams
 
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
@@ -215,10 +238,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         mode = forward_batch.forward_mode
         self.batch_info = Batch(
             plans=plans,
-            adapters=[self.pool.resident(slot) for slot in set(slots) if slot >= 0],
+            slots=slots,
+            counts=counts,
+            adapters={slot: self.pool.resident(slot) for slot in set(slots) if slot >= 0},
             use_cuda_graph=decode_graph or prefill_graph,
             is_prefill=mode.is_extend() and not mode.is_cuda_graph(),
-            beside=mode.is_decode() and self._side_stream is not None,
+            beside=mode.is_decode(),
         )
         self._prepare_head(forward_batch, slots)
 
@@ -228,12 +253,11 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
-        own = [slot if slot >= 0 and live[slot].own else -1 for slot in slots]
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
-        build_plan(own, counts, apart, rows, width, own_tile_rows(sum(counts), width), out=host[0])
+        build_plan(slots, counts, apart, rows, width, own_tile_rows(sum(counts), width), out=host[0])
         build_plan(grouped, counts, self.pool.groups(live), rows, width, width, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
         plans = Plans(
@@ -309,75 +333,97 @@ class ScuteLoRABackend(BaseLoRABackend):
         assert batch is not None
         # A graph serves every later batch of its variant, so it holds every operator of it; an eager forward runs only
         # what its adapters need here.
-        capturing, variant = get_is_capture_mode(), get_capture_lora_variant()
-        index = layer.module_index
-        own = capturing or index in batch.own
+        capturing, variant, index = get_is_capture_mode(), get_capture_lora_variant(), layer.module_index
+        rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         own_pairs = capturing or index in batch.own_pairs
         shared = variant != OWN_VARIANT if capturing else index in batch.shared
-        rotates = variant == ROTATE_VARIANT if capturing else index in batch.rotated
-        rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
+        if capturing:
+            rotates = variant == ROTATE_VARIANT or (variant == ROTATE_UNFUSED_VARIANT and n_slices == 1)
+        else:
+            rotates = index in batch.rotated
         plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
         arena, table = self.pool.arena.tensor, self.pool.table
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
         grouped_plan = (plans.grouped.tiles, plans.grouped.routes, arena, table)
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
+        v = u = delta = x.new_empty(0, dtype=torch.float32)
 
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=torch.float32)
+            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
-            expand(output, v, *own_plan, site, slice_offsets)
+            expand(output[None], v, delta, *own_plan, site, slice_offsets)
             return output
 
         real = x[:, : layer.in_features]
-        v = u = x.new_empty(0, dtype=torch.float32)
+        own_stream = self._own_stream if batch.beside and own_pairs else None
+        shared_stream = self._shared_stream if batch.beside and shared else None
         if own_pairs:
-            tile_rows = plans.own.tile_rows
-            split = shrink_split("shrink", rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            split = shrink_split("shrink", rows, plans.own.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
             v = x.new_empty((split, rows, n_slices, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
+            with on_stream(own_stream):
+                shrink(real, *own_plan, site, v)
         if shared:
             tile_rows = plans.grouped.tile_rows
             split = shrink_split("shared_shrink", rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
             max_rank = self.max_rank if capturing else batch.max_shared_rank
             u = x.new_empty((split, rows, n_slices, max_rank), dtype=u.dtype)
-        side = self._side_stream if batch.beside and (own_pairs or shared) else None
-        with on_stream(side):
-            if own_pairs:
-                shrink(real, *own_plan, site, v)
-            if shared:
-                shared_shrink(real, plans.grouped.tiles, plans.grouped.routes, arena, site, u)
-        output = self._rotated_base(layer, x, base, plans.grouped) if rotates else base(x)
-        if side is not None:
-            torch.cuda.current_stream().wait_stream(side)
-        adapted = output[:, : layer.slice_offsets[-1]]  # a head may have padding rows behind
-        if own:
-            expand(adapted, v, *own_plan, site, slice_offsets)
-        if shared:
-            shared_expand(adapted, u, *grouped_plan, site, slice_offsets)
-        return output
+            if batch.beside:
+                delta = x.new_empty((rows, slice_offsets[-1]), dtype=delta.dtype)
+            with on_stream(shared_stream):
+                shared_shrink(real, *grouped_plan, site, u)
+                if batch.beside:
+                    shared_expand(delta, u, *grouped_plan, site, slice_offsets, add=False)
+        h = self._transformed_base(layer, x, base, plans.grouped) if rotates else base(x)[None]
+        for stream in filter(None, (own_stream, shared_stream)):
+            torch.cuda.current_stream().wait_stream(stream)
+        adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
+        if capturing or index in batch.own or delta.numel() or h.shape[0] > 1:
+            expand(adapted, v, delta, *own_plan, site, slice_offsets)
+        if shared and not batch.beside:
+            shared_expand(adapted[0], u, *grouped_plan, site, slice_offsets, add=True)
+        return h[0]
 
-    def _rotated_base(
+    def _transformed_base(
         self,
         layer: ScuteLayer,
         x: torch.Tensor,
         base: Callable[[torch.Tensor], torch.Tensor],
         plan: BatchPlan,
     ) -> torch.Tensor:
-        """The base layer on the transformed inputs. Each slice has its own, so the inputs of all slices are rows of one
-        base GEMM, which reads the weight once; the columns that a row is not for are computed in vain."""
+        """The base layer on the transformed inputs, ``h`` as ``expand`` takes it.
+
+        Each slice has inputs of its own, which are further rows of one base GEMM; the columns that a row is not for are
+        computed in vain. In decode, where reading the weight once is what the GEMM takes, these are the inputs of all
+        rows, because a graph does not know which rows are transformed. In prefill, where it is bound by arithmetic,
+        only those that are, and their columns are put in place here.
+        """
+        batch = self.batch_info
+        assert batch is not None
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         real = x[:, : layer.in_features]
-        rotated = x.new_empty((n_slices, rows, real.shape[1]))
+        inputs = x.new_empty((n_slices, rows, real.shape[1]))
         memory = (self.pool.arena.tensor, self.pool.table)
-        rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, rotated)
+        rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, inputs)
         if real.shape[1] != x.shape[1]:
-            rotated = torch.nn.functional.pad(rotated, (0, x.shape[1] - real.shape[1]))
-        output = base(rotated.view(n_slices * rows, -1))
-        if n_slices == 1:
-            return output
-        wide = output.view(n_slices, rows, -1)
-        bounds = enumerate(pairwise(layer.slice_offsets))
-        return torch.cat([wide[i, :, start:stop] for i, (start, stop) in bounds], dim=1)
+            inputs = torch.nn.functional.pad(inputs, (0, x.shape[1] - real.shape[1]))
+        if n_slices == 1 or batch.beside:
+            return base(inputs.flatten(0, 1)).unflatten(0, (n_slices, rows))
+        transformed = batch.transformed_rows(layer.module_index, x.device)
+        output = base(torch.cat([inputs[0], inputs[1:, transformed].flatten(0, 1)]))
+        h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(transformed)))
+        for other, (start, stop) in zip(others, pairwise(layer.slice_offsets[1:]), strict=True):
+            h[transformed, start:stop] = other[:, start:stop]
+        return h[None]
+
+
+def decode_variant(adapters: Collection[LoadedAdapter]) -> str:
+    """The label of the decode graph with the fewest operators that serves a batch of these adapters."""
+    if any(adapter.rotates_fused for adapter in adapters):
+        return ROTATE_VARIANT
+    if any(adapter.rotated for adapter in adapters):
+        return ROTATE_UNFUSED_VARIANT
+    return SHARED_VARIANT if any(adapter.shared for adapter in adapters) else OWN_VARIANT
 
 
 def row_counts(forward_batch: ForwardBatch) -> list[int]:

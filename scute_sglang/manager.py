@@ -19,7 +19,7 @@ import scute_converter
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
 from scute_sglang import fit, options
-from scute_sglang.backend import ScuteLoRABackend
+from scute_sglang.backend import ScuteLoRABackend, decode_variant
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
 from scute_sglang.sites import Range, Site, wrap_model
@@ -357,20 +357,15 @@ class ScuteLoRAManager(LoRAManager):
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """Prefill graphs hold no input transforms, which at prefill sizes would cost every batch a second base GEMM."""
-        return super().can_use_prefill_cuda_graph(forward_batch) and not self.rotates(forward_batch)
+        transforms = any(adapter.rotated for adapter in self._adapters_of(forward_batch))
+        return super().can_use_prefill_cuda_graph(forward_batch) and not transforms
 
-    def rotates(self, forward_batch: ForwardBatch) -> bool:
-        """Whether an adapter of the batch transforms inputs."""
-        return any(self.loras[uid].rotated for uid in uids_of(forward_batch))
+    def decode_variant(self, forward_batch: ForwardBatch) -> str:
+        """The label of the decode graph for a batch."""
+        return decode_variant(self._adapters_of(forward_batch))
 
-    def shares(self, forward_batch: ForwardBatch) -> bool:
-        """Whether an adapter of the batch has a shared basis."""
-        return any(self.loras[uid].shared for uid in uids_of(forward_batch))
-
-
-def uids_of(forward_batch: ForwardBatch) -> set[str]:
-    """The adapters of a batch."""
-    return {uid for uid in forward_batch.lora_ids or [] if uid is not None}
+    def _adapters_of(self, forward_batch: ForwardBatch) -> list[LoadedAdapter]:
+        return [self.loras[uid] for uid in set(forward_batch.lora_ids or []) - {None}]
 
 
 def drop_replicas(held: torch.Tensor, ranges: list[list[tuple[Range, Range]]], rank: int) -> None:

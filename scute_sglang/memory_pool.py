@@ -57,6 +57,11 @@ class LoadedAdapter:
         return self._layers(self.packed.rows[:, table.BLOCK] > 0)
 
     @cached_property
+    def rotates_fused(self) -> bool:
+        """Whether it transforms inputs of a layer of several projections, each of which has inputs of its own then."""
+        return any(self.module_of_site.count(layer) > 1 for layer in self.rotated)
+
+    @cached_property
     def own(self) -> frozenset[int]:
         """Layers at which it has an own part: a pair, a scale or a shift."""
         rows = self.packed.rows
@@ -208,9 +213,16 @@ class ScuteMemoryPool(LoRAMemoryPool):
         return len(views) <= self.bases.shape[0] and self.arena.fits(blocks)
 
     def _has_room(self, new: list[LoadedAdapter]) -> bool:
+        """Whether these fit beside the resident ones; of those only the sums count, since there may be thousands."""
         if len(self._resident) + len(new) > self.max_loras_per_batch:
             return False
-        return self._fits([*self._resident.values(), *new])
+        blocks: dict[str, int] = {}
+        views = set(self._basis_rows)
+        for adapter in new:
+            blocks.update(adapter.blocks)
+            views.update(adapter.basis_views)
+        missing = (elements for key, elements in blocks.items() if key not in self.arena)
+        return len(views) <= self.bases.shape[0] and sum(map(self.arena.footprint, missing)) <= self.arena.free
 
     def _place(self, adapter: LoadedAdapter) -> None:
         for key, block in adapter.host_blocks.items():

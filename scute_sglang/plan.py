@@ -8,8 +8,8 @@ there, and takes on top of the base model
 ``bytes``: the parts of the adapters of the batch that the operator reads at this module, each once, however many
 requests share an adapter, or adapters a basis. Activations are not counted, since they stay in the L2 cache, but for
 those that only exist because of an input transform. ``floor``: what the operator takes if it has next to nothing to
-read. ``shrink`` and ``shared_shrink`` have none: they run on a second stream beside the base GEMM, which is bound by
-memory too, so they cost their bytes and no more.
+read. ``shrink``, ``shared_shrink`` and ``shared_expand`` have none: they run on other streams beside the base GEMM,
+which is bound by memory too, so they cost their bytes and no more.
 
 Left out: prefill; the host and its scheduling; ``route`` and ``shared_route``, once per step; forwards without CUDA
 graphs; bringing adapters in; tensor parallel (everything is of one GPU that serves the whole model); the further
@@ -317,8 +317,9 @@ class Step:
 def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
     """One token for each request. ``requests``: the adapter of each."""
     adapters = {tenant.digest: tenant for tenant in requests}.values()
-    rotates = any(parts.rotate for tenant in adapters for parts in tenant.parts.values())
-    shares = rotates or any(parts.bases for tenant in adapters for parts in tenant.parts.values())
+    rotated = {number for tenant in adapters for number, parts in tenant.parts.items() if parts.rotate}
+    rotates_fused = any(model.modules[number].slices > 1 for number in rotated)
+    shares = bool(rotated) or any(parts.bases for tenant in adapters for parts in tenant.parts.values())
     kernels = [
         kernel
         for number, module in enumerate(model.modules)
@@ -328,7 +329,7 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
             rows=[tenant.parts[number] for tenant in requests if number in tenant.parts],
             batch=len(requests),
             shares=shares,
-            rotates=rotates,
+            rotates=bool(rotated) and (rotates_fused or module.slices == 1),
         )
     ]
     return Step(
@@ -345,7 +346,7 @@ def _kernels(
 
     A graph holds the operators of every module, whether an adapter of the batch has parts there or not: those without
     work cost a launch. ``adapters``: the different ones that have parts here. ``rows``: those of each request.
-    ``batch``: all requests. ``shares``, ``rotates``: whether it is a graph with shared bases, with input transforms.
+    ``batch``: all requests. ``shares``, ``rotates``: whether the graph has shared bases, and input transforms here.
     """
     size = SERVED.itemsize
     bases: dict[str, tuple[int, int]] = {}
@@ -353,21 +354,18 @@ def _kernels(
         for key, (a, b) in parts.bases.items():
             bases[key] = (a, max(b, bases.get(key, (0, 0))[1]))
     expand = sum(parts.expand for parts in adapters)
-    expand_kernel = (expand * size, IN_LINE if expand else LAUNCH)
+    expand_kernel = (expand * size, IN_LINE if expand or bases else LAUNCH)
     if module.embedding:
         read = sum(parts.lookup for parts in rows) * SECTOR  # a column of a: each of its numbers lies by itself
         return [(read, IN_LINE if read else LAUNCH), expand_kernel]
     kernels = [(sum(parts.shrink for parts in adapters) * size, 0.0), expand_kernel]
     if shares:
         shared = sum(parts.shared for parts in adapters) + sum(b for _, b in bases.values())
-        kernels.append((sum(a for a, _ in bases.values()) * size, 0.0))
-        kernels.append((shared * size, IN_LINE if shared else LAUNCH))
+        kernels += [(sum(a for a, _ in bases.values()) * size, 0.0), (shared * size, 0.0)]
     if rotates:
         rotation = sum(parts.rotate for parts in adapters)
         copies = batch * module.in_features * (1 + module.slices)  # the inputs read, and written for each slice
         kernels.append(((rotation + copies) * size, IN_LINE if rotation else LAUNCH))
-        if module.slices > 1:  # each slice takes its columns of the base GEMM
-            kernels.append((2 * batch * sum(module.widths) * size, LAUNCH))
     return kernels
 
 

@@ -100,8 +100,12 @@ class Site:
 
 @dataclass(repr=False)
 class Case:
+    """``h``: ``(1, N, out)``, or an output for the inputs of each slice. ``beside``: whether shared_expand makes a
+    delta for expand to add, and does not add it itself."""
+
     x: torch.Tensor
     h: torch.Tensor
+    beside: bool
     slice_offsets: tuple[int, ...]
     slots: list[int]  # of the rows
     sites: list[list[Site]]  # [slot][slice]
@@ -115,7 +119,8 @@ class Case:
     split: int
 
     def __repr__(self) -> str:
-        return f"Case({self.x.dtype}, x {tuple(self.x.shape)}, slices {self.slice_offsets}, rows of slots {self.slots})"
+        where = f"x {tuple(self.x.shape)}, h {tuple(self.h.shape)}, slices {self.slice_offsets}"
+        return f"Case({self.x.dtype}, {where}, beside {self.beside}, rows of slots {self.slots})"
 
     @property
     def own_plan(self) -> Arguments:
@@ -124,7 +129,7 @@ class Case:
 
     @property
     def grouped_plan(self) -> Arguments:
-        """The same of shared_expand; shared_shrink takes all but the last."""
+        """The same of shared_shrink and shared_expand."""
         return self.grouped.tiles, self.grouped.routes, self.arena, self.table
 
     @property
@@ -139,14 +144,21 @@ class Case:
         shape = (self.split, len(self.slots), self.n_slices, self.scratch_rank)
         return torch.full(shape, NAN, device=self.x.device)
 
+    def delta(self) -> torch.Tensor:
+        """What shared_expand writes if it runs beside the base layer, else nothing."""
+        if not self.beside:
+            return torch.empty(0, device=self.x.device)
+        return torch.full((len(self.slots), self.slice_offsets[-1]), NAN, device=self.x.device)
+
     def to(self, device: str) -> Case:
         """A copy on ``device``; row strides are kept."""
         moved = dict(vars(self))
         for name in ("arena", "table", "bases", "origins"):
             moved[name] = moved[name].to(device)
         for name in ("x", "h"):
-            wide = torch.empty(len(self.slots), moved[name].stride(0), dtype=self.arena.dtype, device=device)
-            moved[name] = wide[:, : moved[name].shape[1]].copy_(moved[name])
+            *shape, features = moved[name].shape
+            padded = torch.empty(*shape, moved[name].stride(-2), dtype=self.arena.dtype, device=device)
+            moved[name] = padded[..., :features].copy_(moved[name])
         for name, plan in (("own", self.own), ("grouped", self.grouped)):
             tensors = [tensor.to(device) for tensor in (plan.row_slot, plan.tiles, plan.routes)]
             moved[name] = BatchPlan(*tensors, plan.tile_rows)
@@ -169,9 +181,11 @@ def make_case(
     split: int,
     block: int | None = None,
     places: int | None = None,
+    wide: bool = False,
+    beside: bool = False,
 ) -> Case:
     """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given.
-    ``places``: of a tile, as in an eager forward if not given."""
+    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has a block for each slice."""
     choose = random.Random(seed)
     n_slices, n_slots = len(widths), len(methods)
     sites = FIRST_SITE + n_slices + 1
@@ -229,10 +243,11 @@ def make_case(
     shared_route(plans["grouped"].tiles, plans["grouped"].routes, table, memory.bases, memory.origins)
     x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
     offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
-    h = memory.random(rows, offsets[-1] + choose.choice([0, 16, 3]))[:, : offsets[-1]]
+    h = memory.random(n_slices if wide else 1, rows, offsets[-1] + choose.choice([0, 16, 3]))[..., : offsets[-1]]
     return Case(
         x,
         h,
+        beside,
         offsets,
         slots,
         dense,
@@ -326,6 +341,8 @@ def cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32, tor
         max_rank=draw(st.sampled_from([1, 3, 12, 16, 33, 70])),
         split=draw(st.sampled_from([1, 2, 5])),
         places=draw(st.sampled_from([None, None, 64])),  # a prefill graph of few rows has tiles of 64
+        wide=draw(st.booleans()),
+        beside=draw(st.booleans()),
     )
 
 
@@ -363,20 +380,22 @@ def check_shrink_and_expand(
 ) -> None:
     """Both shrinks, then both expands, against the formula with dense matrices, fp64."""
     before = case.h.cpu().clone()
-    v, u = case.scratch(), case.scratch()
+    v, u, delta = case.scratch(), case.scratch(), case.delta()
     shrink(case.x, *case.own_plan, FIRST_SITE, v)
-    shared_shrink(case.x, *case.grouped_plan[:-1], FIRST_SITE, u)
+    shared_shrink(case.x, *case.grouped_plan, FIRST_SITE, u)
     _check_scratch(case, v.cpu(), u.cpu())
-    expand(case.h, v, *case.own_plan, FIRST_SITE, case.slice_offsets)
-    shared_expand(case.h, u, *case.grouped_plan, FIRST_SITE, case.slice_offsets)
+    after_base = (FIRST_SITE, case.slice_offsets)
+    if case.beside:
+        shared_expand(delta, u, *case.grouped_plan, *after_base, add=False)
+    expand(case.h, v, delta, *case.own_plan, *after_base)
+    if not case.beside:
+        shared_expand(case.h[0], u, *case.grouped_plan, *after_base, add=True)
     check_expanded(case, before)
 
 
 def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
     x_rows = case.x.cpu()
     features = x_rows.shape[1]
-    tiles = [[row for row in tile if row >= 0] for tile in case.grouped.tiles[0].tolist()]
-    tile_of = {row: tile for tile in tiles for row in tile}
     for n, slot in enumerate(case.slots):
         x = x_rows[n].double()
         for i in range(case.n_slices):
@@ -387,36 +406,33 @@ def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
                 product, magnitude = x @ site.a.double().T, x.abs() @ site.a.double().abs().T
                 tolerance = (features + 2) * EPS32 * magnitude
                 _assert_close(v[:, n, i, :rank].double().sum(0), product, tolerance, f"v row {n} slice {i}")
+            rank = 0 if site.shared_a is None else site.shared_a.shape[0]
+            assert u[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: u is written past the rank"
             if site.shared_a is not None:
-                # It stands at the first slice where any row of the tile has the basis.
-                of_tile = [case.sites[case.slots[row]] for row in tile_of[n]]
-                first = min(j for sites in of_tile for j in range(case.n_slices) if sites[j].basis == site.basis)
-                rank, where = site.shared_a.shape[0], f"u row {n} slice {i}"
-                tolerance = (features + 2) * EPS32 * (x.abs() @ site.shared_a.double().abs().T)
-                found = u[:, n, first, :rank].double().sum(0)
-                _assert_close(found, x @ site.shared_a.double().T, tolerance, where)
-                assert u[:, n, first, rank:].isnan().all(), f"{where}: written past the rank"
-            if slot < 0:
-                assert u[:, n].isnan().all(), f"row {n} is a base row, and has u"
+                d = torch.ones(rank).double() if site.d is None else site.d.double()
+                a = site.shared_a.double()
+                product, magnitude = x @ a.T * d, x.abs() @ a.abs().T * d.abs()
+                tolerance = (features + 3) * EPS32 * magnitude
+                _assert_close(u[:, n, i, :rank].double().sum(0), product, tolerance, f"u row {n} slice {i}")
 
 
 def check_expanded(case: Case, before: torch.Tensor) -> None:
-    """``case.h`` against the formula; ``before``: what it held before both expands."""
+    """``case.h[0]`` against the formula; ``before``: what ``case.h`` held before both expands."""
     unit, underflow = UNIT_ROUNDOFF[case.h.dtype], UNDERFLOW[case.h.dtype]
-    after, x_rows = case.h.cpu(), case.x.cpu()
+    after, x_rows = case.h[0].cpu(), case.x.cpu()
     features = x_rows.shape[1]
     for n, slot in enumerate(case.slots):
         x = x_rows[n].double()
         for i, (begin, end) in enumerate(pairwise(case.slice_offsets)):
             site = case.sites[slot][i] if slot >= 0 else Site()
+            transformed = slot >= 0 and (case.sites[slot][0].rotation, site.rotation) != (None, None)
+            h = before[i if transformed and len(before) > 1 else 0, n, begin:end]
             if not site.after_base:
-                assert same_bits(after[n, begin:end], before[n, begin:end]), (
-                    f"row {n} slice {i} has no part, and changed"
-                )
+                assert same_bits(after[n, begin:end], h), f"row {n} slice {i} has no part, and changed"
                 continue
-            h = before[n, begin:end].double()
+            h = h.double()
             expected, magnitude, pairs = h.clone(), h.abs(), torch.zeros_like(h)
-            terms, lost = 4.0, torch.zeros_like(h)  # lost: where v or u * d is rounded to a subnormal number
+            terms, lost = 4.0, torch.zeros_like(h)  # lost: where v or u is rounded to a subnormal number
             if site.scale is not None:
                 expected += h * site.scale.double()
                 magnitude += (h * site.scale.double()).abs()
@@ -438,9 +454,10 @@ def check_expanded(case: Case, before: torch.Tensor) -> None:
                 lost += underflow * b.abs().sum(0) * e.abs()
                 terms += features + a.shape[0]
             tolerance = underflow + unit * expected.abs() + terms * EPS32 * (magnitude + pairs)
-            if site.basis >= 0 and (site.a is not None or site.scale is not None or site.bias is not None):
+            own = site.a is not None or site.scale is not None or site.bias is not None
+            if own and site.basis >= 0 and not case.beside:
                 tolerance += underflow + unit * (magnitude + pairs)  # h is rounded between the two expands
-            if case.h.dtype != torch.float32:  # v and u * d are rounded before they meet b
+            if case.h.dtype != torch.float32:  # v and u are rounded before they meet b
                 tolerance += unit * pairs + lost
             _assert_close(after[n, begin:end], expected, tolerance, f"row {n} slice {i} slot {slot}")
 

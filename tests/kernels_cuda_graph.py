@@ -25,8 +25,10 @@ BATCHES = [
 def make(seed: int) -> Case:
     methods, requests = BATCHES[seed]
     live = sum(rows for _, rows in requests)
-    case = make_case(seed, torch.float16, IN_FEATURES, WIDTHS, methods, requests, ROWS - live, MAX_RANK, 2)
-    return case.to("cuda")
+    spare = ROWS - live
+    return make_case(
+        seed, torch.float16, IN_FEATURES, WIDTHS, methods, requests, spare, MAX_RANK, 2, wide=True, beside=True
+    ).to("cuda")
 
 
 def test_one_capture_serves_every_batch() -> None:
@@ -35,6 +37,7 @@ def test_one_capture_serves_every_batch() -> None:
     static = make(0)  # the tensors that the graph knows
     static.x = static.x.contiguous()
     static.h = static.h.contiguous()
+    delta = static.delta()
     static.arena = torch.empty(max(case.arena.numel() for case in batches), dtype=first.arena.dtype, device="cuda")
     rotated = torch.empty(len(WIDTHS), ROWS, IN_FEATURES, dtype=first.x.dtype, device="cuda")
     v, u = static.scratch(), static.scratch()
@@ -44,9 +47,9 @@ def test_one_capture_serves_every_batch() -> None:
         ops.shared_route(static.grouped.tiles, static.grouped.routes, static.table, static.bases, static.origins)
         ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, rotated)
         ops.shrink(static.x, *static.own_plan, FIRST_SITE, v)
-        ops.shared_shrink(static.x, *static.grouped_plan[:-1], FIRST_SITE, u)
-        ops.expand(static.h, v, *static.own_plan, FIRST_SITE, static.slice_offsets)
-        ops.shared_expand(static.h, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets)
+        ops.shared_shrink(static.x, *static.grouped_plan, FIRST_SITE, u)
+        ops.shared_expand(delta, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets, False)
+        ops.expand(static.h, v, delta, *static.own_plan, FIRST_SITE, static.slice_offsets)
 
     def load(case: Case) -> None:
         static.arena.fill_(float("nan"))[: case.arena.numel()] = case.arena
@@ -65,8 +68,8 @@ def test_one_capture_serves_every_batch() -> None:
 
     for case in batches:
         load(case)
-        v.fill_(float("nan"))
-        u.fill_(float("nan"))
+        for scratch in (v, u, delta):
+            scratch.fill_(float("nan"))
         graph.replay()
         replayed, before = static.h.clone(), case.h.cpu().clone()
 

@@ -96,6 +96,8 @@ def test_every_loop_runs_twice(dtype: torch.dtype, spare_rows: int) -> None:
         spare_rows=spare_rows,
         max_rank=600,
         split=2,
+        wide=True,
+        beside=spare_rows < 240,  # as in decode
     )
     check_shrink_and_expand(*KERNELS, case.to(DEVICE))
 
@@ -115,6 +117,8 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
         spare_rows=spare_rows,
         max_rank=40,
         split=2,
+        wide=True,
+        beside=programs == 1,
     )
     shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2)
     expand = launch.Expand(16, 32, 2, num_warps=4, num_stages=1, pdl=False)
@@ -153,5 +157,5 @@ def test_without_own_pairs(spare_rows: int) -> None:
     case = make_case(1, torch.float32, 37, (19, 5), methods, [(1, 3), (-1, 2), (0, 4)], spare_rows, 8, 1).to(DEVICE)
     before = case.h.cpu().clone()
     empty = torch.empty(0, device=DEVICE)
-    expand_kernel.expand(case.h, empty, *case.own_plan, FIRST_SITE, case.slice_offsets)
+    expand_kernel.expand(case.h, empty, empty, *case.own_plan, FIRST_SITE, case.slice_offsets)
     check_expanded(case, before)

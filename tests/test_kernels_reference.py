@@ -59,6 +59,8 @@ def mixed_case() -> Case:
         spare_rows=2,
         max_rank=12,
         split=2,
+        wide=True,
+        beside=True,
     )
 
 
@@ -77,10 +79,10 @@ def test_registration(operator: str) -> None:
         "shared_route": (case.grouped.tiles, case.grouped.routes, case.table, case.bases, case.origins),
         "rotate": (case.x, *case.rotate_plan, FIRST_SITE, case.x.new_empty(2, rows, 48)),
         "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
-        "shared_shrink": (case.x, *case.grouped_plan[:-1], FIRST_SITE, scratch),
+        "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),
         "lookup": (random_ids(case), *head, scratch[:1, :, :1].contiguous()),
-        "expand": (case.h, scratch, *case.own_plan, FIRST_SITE, case.slice_offsets),
-        "shared_expand": (case.h, scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets),
+        "expand": (case.h, scratch, case.delta(), *case.own_plan, FIRST_SITE, case.slice_offsets),
+        "shared_expand": (case.h[0], scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets, True),
     }
     torch.library.opcheck(getattr(ops, operator), arguments[operator])
 
@@ -89,5 +91,5 @@ def test_without_own_pairs() -> None:
     """An empty ``v`` says that no adapter has an own pair: expand then serves scales and shifts alone."""
     case = make_case(1, torch.float32, 37, (19, 5), ("ia3", "nothing"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
     before = case.h.clone()
-    ops.expand(case.h, torch.empty(0), *case.own_plan, FIRST_SITE, case.slice_offsets)
+    ops.expand(case.h, torch.empty(0), torch.empty(0), *case.own_plan, FIRST_SITE, case.slice_offsets)
     check_expanded(case, before)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scute_converter.normal_form import Basis, NormalForm, Pair, SharedPair
+from scute_converter.normal_form import Basis, NormalForm, Pair, Rotation, SharedPair
 from scute_kernels import table
 
 pytest.importorskip("sglang")
@@ -18,6 +18,13 @@ from scute_patches import sgl_kernel  # the pool derives from a class of SGLang,
 
 sgl_kernel.install()
 
+from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
+    OWN_VARIANT,
+    ROTATE_UNFUSED_VARIANT,
+    ROTATE_VARIANT,
+    SHARED_VARIANT,
+)
+from scute_sglang.backend import decode_variant  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
 
@@ -126,3 +133,21 @@ def test_rows_of_one_basis_share_tiles() -> None:
     for one in adapters.values():
         for other in adapters.values():
             assert (one.group == other.group) == (one.packed.bases == other.packed.bases)
+
+
+def of_forms(forms: dict[int, NormalForm], module_of_site: list[int]) -> LoadedAdapter:
+    packed = pack_adapter("adapter", forms, {}, [f"site {i}" for i in range(SITES)], torch.float32)
+    return LoadedAdapter("uid", "name", "test", "content", packed, {}, {}, module_of_site)
+
+
+def test_the_decode_graph_holds_what_a_batch_needs() -> None:
+    """Sites 0 to 2 are one fused layer, site 3 is one of its own."""
+    layers = [0, 0, 0, 1]
+    scaled = of_forms({0: NormalForm(IN, OUT, scale_delta=torch.randn(OUT))}, layers)
+    shared = of_forms({1: NormalForm(IN, OUT, shared=SharedPair("basis-a", torch.randn(3), torch.randn(OUT)))}, layers)
+    rotation = NormalForm(IN, OUT, rotation=Rotation(torch.randn(IN, 1, 1)))
+    unfused, fused = of_forms({3: rotation}, layers), of_forms({2: rotation}, layers)
+    assert decode_variant([scaled]) == OWN_VARIANT
+    assert decode_variant([scaled, shared]) == SHARED_VARIANT
+    assert decode_variant([scaled, shared, unfused]) == ROTATE_UNFUSED_VARIANT
+    assert decode_variant([scaled, unfused, shared, fused]) == ROTATE_VARIANT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import plots
-from scute_sglang.plan import GPUS, IN_LINE, LAUNCH, Gpu
+from scute_sglang.plan import GPUS, IN_LINE, Gpu
 from shapes import MODELS
 
 TINY = MODELS["tiny"]
@@ -62,14 +62,14 @@ def test_points_are_medians_of_bursts() -> None:
 @pytest.mark.parametrize(("tenants", "requests"), [(1, 1), (3, 3), (3, 7)])
 def test_prediction(tenants: int, requests: int) -> None:
     """On a GPU so slow that everything takes its bytes: 768 inputs and 736 outputs of a layer, 32 of v begin those of
-    q. With its vectors a VeRA has 736 + 7 * rank elements, and the pair 480 inputs and 96 + 96 + 192 + 96 outputs; the
-    four modules also launch an expand that has nothing to do."""
+    q. With its vectors a VeRA has 736 + 7 * rank elements, and the pair 480 inputs and 96 + 96 + 192 + 96 outputs; and
+    at each of the four modules an expand adds what was made beside the base layer."""
     predictor = plots.Predictor(TINY, Gpu("slow", 1e5, copied=1e5), layers=1, ends=False)
     batch = plots.Point("", requests, tenants, "LoRA", 3, time=0)
     assert predictor.seconds(batch) == pytest.approx(tenants * 2 * 3 * (768 + 736) / 1e5)
     batch = plots.Point("", requests, tenants, "VeRA", 11, time=0)
     elements = tenants * (736 + 7 * 11) + 11 * (480 + 480)
-    assert predictor.seconds(batch) == pytest.approx(2 * elements / 1e5 + 4 * LAUNCH)
+    assert predictor.seconds(batch) == pytest.approx(2 * elements / 1e5 + 4 * IN_LINE)
 
 
 def test_prediction_of_the_whole_model_has_its_ends() -> None:

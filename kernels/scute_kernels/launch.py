@@ -54,8 +54,8 @@ class Lookup:
 @dataclass(frozen=True)
 class Expand:
     """Of ``expand`` and ``shared_expand``. ``tile_programs``: how many programs share the tiles of a block of columns,
-    at most, where a tile is more than a row. ``pdl``: programmatic dependent launch, see ``supports_pdl``; of
-    ``expand`` only where a tile is a row."""
+    at most, where a tile is more than a row. ``pdl``: programmatic dependent launch, see ``supports_pdl``, only of
+    ``expand`` where a tile is a row."""
 
     block_rank: int
     block_out: int

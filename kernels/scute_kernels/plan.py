@@ -13,8 +13,6 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from scute_kernels.table import SHARED_BASIS
-
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -145,10 +143,3 @@ def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.T
         live = tiles[0, tile] >= 0
         if live.any():
             yield tile, tiles[0, tile, live].long(), tiles[1, tile, live].long()
-
-
-def first_slices(route: torch.Tensor, first_site: int, n_slices: int) -> list[int]:
-    """Of each slice of a module the first one with the same basis, -1 where there is none. ``route``: of one tile of a
-    grouped plan, ``(sites, SHARED_FIELDS)``. The kernels have the same rule."""
-    bases = route[first_site : first_site + n_slices, SHARED_BASIS].tolist()
-    return [-1 if basis < 0 else bases.index(basis) for basis in bases]

@@ -2,8 +2,9 @@
 
 SGLang captures a decode graph with adapters and one without. Shared bases (VeRA) need launches of their own, and an
 input transform (OFT, a feed-forward (IA)3) changes what the base GEMM reads; a graph of batches without them should not
-pay for them. So SGLang's graph with adapters holds the own parts only; batches with a shared basis get a second one,
-those with an input transform a third one, which holds everything.
+pay for them. So SGLang's graph with adapters holds the own parts only; batches with a shared basis get a second one. A
+third one also transforms the inputs of layers of one projection (what (IA)3 does), and a fourth those of all layers:
+fused projections have inputs of their own then, and the base GEMM as many more rows.
 
 All graphs of a batch size must read the attention plan that a replay renews. FlashInfer's backend makes new wrappers,
 each with a plan of its own, at every capture, and renews the plan of the last: with two graphs or more, the others read
@@ -27,6 +28,7 @@ _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 # Labels under which graphs are captured and found again. OWN_VARIANT is SGLang's own label.
 OWN_VARIANT = "lora"
 SHARED_VARIANT = "shared"
+ROTATE_UNFUSED_VARIANT = "rotate-unfused"
 ROTATE_VARIANT = "rotate"
 
 
@@ -44,7 +46,7 @@ def install() -> None:
         share_attention_wrappers(self.model_runner.attn_backend, anew=variant_label != "nolora")
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
         if variant_label == OWN_VARIANT:
-            for label in (SHARED_VARIANT, ROTATE_VARIANT):
+            for label in (SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT):
                 with capture_lora_variant(label):
                     original(self, size, forward, stream_idx, label, attention_variant)
         return result
@@ -52,10 +54,7 @@ def install() -> None:
     def resolve_lora_variant(label: str | None, self, forward_batch) -> str | None:
         if label != OWN_VARIANT or not _is_scute(self):
             return label
-        manager = self.model_runner.lora_manager
-        if manager.rotates(forward_batch):
-            return ROTATE_VARIANT
-        return SHARED_VARIANT if manager.shares(forward_batch) else OWN_VARIANT
+        return self.model_runner.lora_manager.decode_variant(forward_batch)
 
     HookRegistry.register(f"{_RUNNER}.capture_one_shape", capture_one_shape, HookType.AROUND)
     HookRegistry.register(f"{_RUNNER}._resolve_lora_variant", resolve_lora_variant, HookType.AFTER)

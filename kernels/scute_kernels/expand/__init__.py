@@ -1,20 +1,27 @@
-"""``expand``: the own parts of adapters after the base layer, for every slice of a fused projection, in place."""
+"""``expand``: the parts of adapters after the base layer, for every slice of a fused projection, in place."""
 
 from scute_kernels.expand import kernel, reference
 from scute_kernels.operator import PLAN, register
 
 expand = register(
     "expand",
-    f"Tensor(a!) h, Tensor v, {PLAN}, int tile_rows, Tensor arena, int first_site, int[] slice_offsets",
+    f"Tensor(a!) h, Tensor v, Tensor delta, {PLAN}, int tile_rows, Tensor arena, int first_site, int[] slice_offsets",
     reference.expand,
     kernel.expand,
 )
-"""``expand(h, v, tiles, routes, tile_rows, arena, first_site, slice_offsets)``
+"""``expand(h, v, delta, tiles, routes, tile_rows, arena, first_site, slice_offsets)``
 
-``h <- h + h * (s - 1) + bias + v b`` for every row and slice, in fp32 and rounded once; where a tensor core multiplies
-fp16 or bf16, ``v`` is rounded to the arena's dtype before. Rows without any own part at a site keep their bits there.
+``h <- h + h * (s - 1) + bias + v b + delta`` for every row and slice, in fp32 and rounded once; where a tensor core
+multiplies fp16 or bf16, ``v`` is rounded to the arena's dtype before. Rows without any part at a site keep their bits
+there.
 
-``h``: ``(N, slice_offsets[-1])`` of the arena's dtype, last stride 1; slice ``i`` is ``h[:, slice_offsets[i] :
-slice_offsets[i + 1]]``, its parts are those of site ``first_site + i``. ``slice_offsets`` begins with 0. ``v``: as
-``shrink`` or ``lookup`` wrote it; empty if no adapter of the batch has an own pair here. The plan is an own plan.
+``h``: ``(1, N, slice_offsets[-1])`` of the arena's dtype, last stride 1; slice ``i`` is ``h[0, :, slice_offsets[i] :
+slice_offsets[i + 1]]``, its parts are those of site ``first_site + i``. ``slice_offsets`` begins with 0. If the slices
+have inputs of their own, ``h`` is ``(n_slices, N, slice_offsets[-1])``, the outputs for the inputs of each slice: where
+the inputs of slice ``i`` or of the first are transformed for a row, what becomes ``h[0]`` is made from ``h[i]``, of
+which nothing else is read.
+
+``v``: as ``shrink`` or ``lookup`` wrote it; empty if no adapter of the batch has an own pair here. ``delta``: ``(N,
+slice_offsets[-1])`` fp32, as ``shared_expand`` wrote it, which is read where a row has a basis; empty if it is not to
+be added. The plan is an own plan.
 """

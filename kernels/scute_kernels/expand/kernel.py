@@ -18,9 +18,11 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
+    BASIS,
     BIAS,
     FIELDS,
     RANK,
+    ROTATION,
     SCALE,
     B,
     known_multiple,
@@ -30,15 +32,33 @@ from scute_kernels.device import (
 
 
 @triton.jit
-def _entry(routes_ptr, tile, n_tiles, sites, site, OWN: tl.constexpr):
-    """``RANK, B, SCALE, BIAS`` of a tile at a site; no part at or beyond ``n_tiles``, no pair without scratch."""
-    entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
+def _entry(
+    routes_ptr,
+    tile,
+    n_tiles,
+    sites,
+    first_site,
+    slice_number,
+    OWN: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether a ``delta`` is added; from which block of ``h`` it comes;
+    whether there is anything to do. No part at or beyond ``n_tiles``, no pair without scratch."""
+    first = routes_ptr + (tile.to(tl.int64) * sites + first_site) * FIELDS
+    entry = first + slice_number * FIELDS
     known = tile < n_tiles
     rank = tl.load(entry + RANK, mask=known & OWN, other=0).to(tl.int32)
     b = tl.load(entry + B, mask=known & OWN, other=-1)
     scale = tl.load(entry + SCALE, mask=known, other=-1)
     bias = tl.load(entry + BIAS, mask=known, other=-1)
-    return tl.maximum(rank, 0), b, scale, bias
+    shared = tl.load(entry + BASIS, mask=known & SHARED, other=-1) >= 0
+    later = known & WIDE & (slice_number > 0)
+    transformed = tl.load(first + ROTATION, mask=later, other=-1) >= 0
+    transformed |= tl.load(entry + ROTATION, mask=later, other=-1) >= 0
+    block = tl.where(transformed, slice_number, 0).to(tl.int64)
+    any_part = (rank > 0) | (scale >= 0) | (bias >= 0) | shared | transformed
+    return tl.maximum(rank, 0), b, scale, bias, shared, block, any_part
 
 
 @triton.jit
@@ -62,17 +82,22 @@ def _planes(v_ptr, r, within, plane_stride, SPLIT: tl.constexpr):
 def _expand_rows(
     h_ptr,
     v_ptr,
+    delta_ptr,
     tiles_ptr,
     routes_ptr,
     arena_ptr,
     first_site,
     sites,
     n_tiles,
+    h_block_stride,
     h_stride,
+    delta_stride,
     slice_stride,
     row_stride,
     plane_stride,
     OWN: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDE: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
@@ -94,9 +119,11 @@ def _expand_rows(
 
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + tile * WIDTH)
-    rank, b_offset, scale, bias = _entry(routes_ptr, tile, n_tiles, sites, first_site + slice_number, OWN)
-    if (row >= 0) & ((rank > 0) | (scale >= 0) | (bias >= 0)):
-        # The adapter's own memory is read while the kernel before this one may be at work still, h and v are not.
+    rank, b_offset, scale, bias, shared, block, any_part = _entry(
+        routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
+    )
+    if (row >= 0) & any_part:
+        # The adapter's own memory is read while the kernel before this one may be at work; h, v and delta are not.
         r = tl.arange(0, BLOCK_RANK)
         b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
         b = tl.load(
@@ -107,8 +134,11 @@ def _expand_rows(
         if PDL:
             tl.extra.cuda.gdc_wait()
         h_pointers = h_ptr + row.to(tl.int64) * h_stride + begin + n
-        h = tl.load(h_pointers, mask=n_live, other=0.0).to(tl.float32)
+        h = tl.load(h_pointers + block * h_block_stride, mask=n_live, other=0.0).to(tl.float32)
         total = h + h * scale_vector + bias_vector
+        if SHARED:
+            delta_pointers = delta_ptr + row.to(tl.int64) * delta_stride + begin + n
+            total += tl.load(delta_pointers, mask=n_live & shared, other=0.0)
         if OWN:
             v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
             v = _planes(v_row, r, r < rank, plane_stride, SPLIT)
@@ -129,17 +159,22 @@ def _expand_rows(
 def _expand_tiles(
     h_ptr,
     v_ptr,
+    delta_ptr,
     tiles_ptr,
     routes_ptr,
     arena_ptr,
     first_site,
     sites,
     n_tiles,
+    h_block_stride,
     h_stride,
+    delta_stride,
     max_rank,
     row_stride,
     plane_stride,
     OWN: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDE: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
@@ -153,16 +188,17 @@ def _expand_tiles(
     slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
-    site = first_site + slice_number
     n = first_column + tl.arange(0, BLOCK_OUT)
     n_live = n < width
 
     # The loads of a tile are issued before anything waits for the tile before it.
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-    rank, b_offset, scale, bias = _entry(routes_ptr, tile, n_tiles, sites, site, OWN)
+    rank, b_offset, scale, bias, shared, block, any_part = _entry(
+        routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
+    )
     while tl.max(rows, axis=0) >= 0:
-        if (rank > 0) | (scale >= 0) | (bias >= 0):
+        if any_part:
             live = rows >= 0
             h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
             h_mask = live[:, None] & n_live[None, :]
@@ -186,19 +222,25 @@ def _expand_tiles(
                         v += tl.load(pointers, mask=mask, other=0.0)
                     v = tl.where((r < rank)[None, :], v, 0.0)
                     total = tl.dot(v.to(b.dtype), b, total, input_precision="ieee")
-            h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
+            h = tl.load(h_pointers + block * h_block_stride, mask=h_mask, other=0.0).to(tl.float32)
             total += h + h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :]
             total += _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]
+            if SHARED:
+                delta_pointers = delta_ptr + rows[:, None] * delta_stride + begin + n[None, :]
+                total += tl.load(delta_pointers, mask=h_mask & shared, other=0.0)
             tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-        rank, b_offset, scale, bias = _entry(routes_ptr, tile, n_tiles, sites, site, OWN)
+        rank, b_offset, scale, bias, shared, block, any_part = _entry(
+            routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
+        )
 
 
 def expand(
     h: torch.Tensor,
     v: torch.Tensor,
+    delta: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
     tile_rows: int,
@@ -208,10 +250,11 @@ def expand(
     parameters: launch.Expand | None = None,
 ) -> None:
     """``parameters``: those of the table if not given."""
-    own = v.numel() > 0
+    own, shared = v.numel() > 0, delta.numel() > 0
+    blocks, rows, _ = h.shape
     split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
     plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
-    parameters = parameters or launch.expand("expand", h.shape[0], tile_rows, arena.dtype, max_rank)
+    parameters = parameters or launch.expand("expand", rows, tile_rows, arena.dtype, max_rank)
     column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
@@ -220,6 +263,7 @@ def expand(
         _expand_rows[(column_blocks, n_tiles)](
             h,
             v,
+            delta,
             tiles,
             routes,
             arena,
@@ -227,10 +271,14 @@ def expand(
             sites,
             n_tiles,
             h.stride(0),
+            h.stride(1),
+            delta.stride(0),
             slice_stride,
             row_stride,
             plane_stride,
             OWN=own,
+            SHARED=shared,
+            WIDE=blocks > 1,
             SLICE_OFFSETS=tuple(slice_offsets),
             N_SLICES=len(slice_offsets) - 1,
             WIDTH_STEP=width_step,
@@ -248,6 +296,7 @@ def expand(
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         v,
+        delta,
         tiles,
         routes,
         arena,
@@ -255,10 +304,14 @@ def expand(
         sites,
         n_tiles,
         h.stride(0),
+        h.stride(1),
+        delta.stride(0),
         max_rank,
         row_stride,
         plane_stride,
         OWN=own,
+        SHARED=shared,
+        WIDE=blocks > 1,
         SLICE_OFFSETS=tuple(slice_offsets),
         N_SLICES=len(slice_offsets) - 1,
         WIDTH_STEP=width_step,

@@ -1,4 +1,4 @@
-"""expand: the own parts of adapters after the base layer, in place, the specification."""
+"""expand: the parts of adapters after the base layer, in place, the specification."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from itertools import pairwise
 import torch
 
 from scute_kernels.plan import live_tiles
-from scute_kernels.table import BIAS, RANK, SCALE, B, part
+from scute_kernels.table import BASIS, BIAS, RANK, ROTATION, SCALE, B, part
 
 
 def expand(
     h: torch.Tensor,
     v: torch.Tensor,
+    delta: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
     tile_rows: int,
@@ -22,12 +23,15 @@ def expand(
     slice_offsets: Sequence[int],
 ) -> None:
     for tile, rows, _ in live_tiles(tiles):
+        transformed = (routes[tile, first_site:, ROTATION] >= 0).tolist()
         for i, (begin, end) in enumerate(pairwise(slice_offsets)):
             fields = routes[tile, first_site + i].tolist()
             rank = fields[RANK] if v.numel() else 0
-            if fields[SCALE] < 0 and fields[BIAS] < 0 and not rank:
+            shared = delta.numel() > 0 and fields[BASIS] >= 0
+            moved = i > 0 and h.shape[0] > 1 and (transformed[0] or transformed[i])
+            if fields[SCALE] < 0 and fields[BIAS] < 0 and not (rank or shared or moved):
                 continue
-            h_slice = h[rows, begin:end].float()
+            h_slice = h[i if moved else 0, rows, begin:end].float()
             total = h_slice.clone()
             if fields[SCALE] >= 0:
                 total += h_slice * part(arena, fields[SCALE], end - begin).float()
@@ -35,4 +39,6 @@ def expand(
                 total += part(arena, fields[BIAS], end - begin).float()
             if rank:
                 total += v[:, rows, i, :rank].sum(0) @ part(arena, fields[B], rank, end - begin).float()
-            h[rows, begin:end] = total.to(h.dtype)
+            if shared:
+                total += delta[rows, begin:end]
+            h[0, rows, begin:end] = total.to(h.dtype)

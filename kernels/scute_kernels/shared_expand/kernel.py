@@ -1,7 +1,7 @@
 """shared_expand: the Triton kernel. A program finishes one block of columns for some tiles.
 
-It runs on the critical path, after the base layer: rows, slots and route of a tile lie at addresses that depend on the
-launch alone, and all that ``b`` and ``u`` wait for is one of these. What differs between rows is read meanwhile.
+Rows, slots and route of a tile lie at addresses that depend on the launch alone, and all that ``b`` and ``u`` wait for
+is one of these. What differs between rows is read meanwhile.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -25,7 +25,6 @@ from scute_kernels.device import (
     SHARED_BASIS,
     SHARED_FIELDS,
     SHARED_RANK,
-    D,
     E,
     known_multiple,
     rows_of_tile,
@@ -39,41 +38,12 @@ UNALIGNED_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live):
-    """``b`` ``(BLOCK_RANK, BLOCK_OUT)``, and the ``d`` of each row ``(ROWS, BLOCK_RANK)``, at the ranks ``r``."""
-    within = r < rank
-    b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
-    b = tl.load(b_pointers, mask=within[:, None] & n_live[None, :], other=0.0)
-    d = tl.load(d_rows + r[None, :], mask=damped & within[None, :], other=1.0)
-    return b, d
-
-
-@triton.jit
-def _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT: tl.constexpr):
-    """``total + (u * d) b``."""
-    # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
-    pointers = u_rows + r[None, :]
-    mask = live[:, None] & (r < max_rank)[None, :]
-    u = tl.load(pointers, mask=mask, other=0.0)
-    for _ in tl.static_range(1, SPLIT):
-        pointers += plane_stride
-        u += tl.load(pointers, mask=mask, other=0.0)
-    u = tl.where((r < rank)[None, :], u * d.to(tl.float32), 0.0)
-    return tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
-
-
-@triton.jit
-def _finish(
-    h_pointers,
-    h_mask,
+def _product(
     u_rows,
     max_rank,
     plane_stride,
     b_ptr,
     b_stride,
-    d_rows,
-    damped,
-    e,
     rank,
     live,
     n,
@@ -82,24 +52,23 @@ def _finish(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """``h + ((u * d) b) * e``, stored. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R. ``d_rows``:
-    the same to ``d``, of the rows that have one, ``damped``."""
-    r = tl.arange(0, BLOCK_RANK)
-    b, d = _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live)
-    # So far the kernel before this one may have been at work still; u and h are read after its end. This must not be in
-    # the loop: with several stages the compiler moves reads of u to before it.
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    h = tl.load(h_pointers, mask=h_mask, other=0.0).to(tl.float32)
+    """``u b``, ``(ROWS, BLOCK_OUT)`` fp32. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R."""
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-    total = _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT)
-    for first_rank in range(BLOCK_RANK, rank, BLOCK_RANK):
+    for first_rank in range(0, rank, BLOCK_RANK):
         r = first_rank + tl.arange(0, BLOCK_RANK)
-        b, d = _ranks_of_basis(b_ptr, b_stride, d_rows, damped, r, rank, n, n_live)
-        total = _added(total, b, d, u_rows, live, r, rank, max_rank, plane_stride, SPLIT)
-    tl.store(h_pointers, (h + total * e.to(tl.float32)).to(h_pointers.dtype.element_ty), mask=h_mask)
+        b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
+        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+        # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
+        u_pointers = u_rows + r[None, :]
+        mask = live[:, None] & (r < max_rank)[None, :]
+        u = tl.load(u_pointers, mask=mask, other=0.0)
+        for _ in tl.static_range(1, SPLIT):
+            u_pointers += plane_stride
+            u += tl.load(u_pointers, mask=mask, other=0.0)
+        u = tl.where((r < rank)[None, :], u, 0.0)
+        total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -116,7 +85,7 @@ def _route(routes_ptr, tile, n_tiles, sites, site):
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
 def _shared_expand(
-    h_ptr,
+    out_ptr,
     u_ptr,
     tiles_ptr,
     routes_ptr,
@@ -126,10 +95,11 @@ def _shared_expand(
     sites,
     n_tiles,
     tiles_stride,
-    h_stride,
+    out_stride,
     max_rank,
     row_stride,
     plane_stride,
+    ADD: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
@@ -138,7 +108,6 @@ def _shared_expand(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
     begin = known_multiple(begin, WIDTH_STEP)
@@ -155,77 +124,59 @@ def _shared_expand(
         if basis >= 0:
             live = rows >= 0
             entries = table_ptr + (slots * sites + site) * FIELDS
-            row_bases = tl.load(entries + BASIS, mask=live, other=-1)
-            d_offsets = tl.load(entries + D, mask=live, other=-1)
-            e_offsets = tl.load(entries + E, mask=live, other=-1)
-            damped = ((row_bases >= 0) & (d_offsets >= 0))[:, None]
-            d_rows = arena_ptr + d_offsets[:, None]
-            present = (row_bases >= 0) & (e_offsets >= 0)
-            e_pointers = arena_ptr + known_multiple(tl.where(present, e_offsets, 0), VECTOR)[:, None] + n[None, :]
-            e = tl.load(e_pointers, mask=present[:, None] & n_live[None, :], other=1.0)
-            u_slice = slice_number  # the first with the same basis
-            for i in tl.static_range(N_SLICES - 2, -1, -1):
-                other = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * SHARED_FIELDS
-                earlier = tl.load(other + SHARED_BASIS, mask=i < slice_number, other=-1)
-                u_slice = tl.where(earlier == basis, i, u_slice)
-            u_rows = u_ptr + u_slice * max_rank + rows[:, None] * row_stride
-            h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
-            h_mask = (row_bases >= 0)[:, None] & n_live[None, :]
+            member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
+            e_offsets = tl.load(entries + E, mask=member, other=-1)
+            scaled = e_offsets >= 0
+            e_pointers = arena_ptr + known_multiple(tl.where(scaled, e_offsets, 0), VECTOR)[:, None] + n[None, :]
+            e = tl.load(e_pointers, mask=scaled[:, None] & n_live[None, :], other=1.0)
+            u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                _finish(
-                    h_pointers,
-                    h_mask,
+                total = _product(
                     u_rows,
                     max_rank,
                     plane_stride,
                     arena_ptr + known_multiple(offset, VECTOR),
                     known_multiple(stride, VECTOR),
-                    d_rows,
-                    damped,
-                    e,
                     rank,
-                    live,
+                    member,
                     n,
                     n_live,
                     SPLIT,
                     ROWS,
                     BLOCK_RANK,
                     BLOCK_OUT,
-                    PDL,
                 )
             else:
-                _finish(
-                    h_pointers,
-                    h_mask,
+                total = _product(
                     u_rows,
                     max_rank,
                     plane_stride,
                     arena_ptr + offset,
                     stride,
-                    d_rows,
-                    damped,
-                    e,
                     rank,
-                    live,
+                    member,
                     n,
                     n_live,
                     SPLIT,
                     ROWS,
                     UNALIGNED_BLOCK,
                     BLOCK_OUT,
-                    PDL,
                 )
+            total *= e.to(tl.float32)
+            pointers = out_ptr + rows[:, None] * out_stride + begin + n[None, :]
+            mask = member[:, None] & n_live[None, :]
+            if ADD:
+                total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+            tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=mask)
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
         slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
         basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site)
-    if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
-        tl.extra.cuda.gdc_wait()
 
 
 def shared_expand(
-    h: torch.Tensor,
+    out: torch.Tensor,
     u: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
@@ -233,15 +184,16 @@ def shared_expand(
     table: torch.Tensor,
     first_site: int,
     slice_offsets: Sequence[int],
+    add: bool,
     parameters: launch.Expand | None = None,
 ) -> None:
     """``parameters``: those of the table if not given."""
-    split, rows, n_slices, max_rank = u.shape
+    split, _, n_slices, max_rank = u.shape
     _, n_tiles, tile_rows = tiles.shape
-    parameters = parameters or launch.expand("shared_expand", rows, tile_rows, arena.dtype, max_rank)
+    parameters = parameters or launch.expand("shared_expand", out.shape[0], tile_rows, arena.dtype, max_rank)
     column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
     _shared_expand[(column_blocks, min(n_tiles, parameters.tile_programs))](
-        h,
+        out,
         u,
         tiles,
         routes,
@@ -251,10 +203,11 @@ def shared_expand(
         table.shape[1],
         n_tiles,
         tiles.stride(0),
-        h.stride(0),
+        out.stride(0),
         max_rank,
         u.stride(1),
         u.stride(0),
+        ADD=add,
         SLICE_OFFSETS=tuple(slice_offsets),
         N_SLICES=n_slices,
         WIDTH_STEP=launch.width_step(slice_offsets),
@@ -263,8 +216,6 @@ def shared_expand(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
-        PDL=parameters.pdl,
         num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
-        **launch.options(parameters),
     )

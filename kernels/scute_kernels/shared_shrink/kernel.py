@@ -1,6 +1,7 @@
 """shared_shrink: the Triton kernel. A program multiplies a tile by some ranks and a share of the features of its basis.
 
-The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do.
+The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do. A product is made once
+for all slices with the same basis, and multiplied here by the ``d`` of each: who reads it afterwards waits for less.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -15,13 +16,17 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
+    BASIS,
+    FIELDS,
     SHARED_A,
     SHARED_A_STRIDE,
     SHARED_BASIS,
     SHARED_FIELDS,
     SHARED_RANK,
+    D,
     known_multiple,
     rows_of_tile,
+    slots_of_tile,
 )
 
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
@@ -61,11 +66,13 @@ def _shared_shrink(
     tiles_ptr,
     routes_ptr,
     arena_ptr,
+    table_ptr,
     u_ptr,
     first_site,
     sites,
     n_tiles,
     split,
+    tiles_stride,
     x_stride,
     in_features,
     slice_stride,
@@ -107,7 +114,6 @@ def _shared_shrink(
         stride = tl.load(route + SHARED_A_STRIDE)
         live = rows >= 0
         r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-        wanted = live[:, None] & (r < rank)[None, :]
         x_rows = x_ptr + rows[:, None] * x_stride
         if (offset % VECTOR == 0) & (stride % VECTOR == 0):
             product = _product(
@@ -137,8 +143,19 @@ def _shared_shrink(
                 BLOCK_RANK,
                 UNALIGNED_BLOCK,
             )
-        out_ptr = u_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
-        tl.store(out_ptr + rows[:, None] * row_stride + r[None, :], product, mask=wanted)
+
+        basis = tl.load(route + SHARED_BASIS)
+        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
+        out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
+        for i in tl.static_range(N_SLICES):
+            of_slice = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * SHARED_FIELDS + SHARED_BASIS
+            entries = table_ptr + (slots * sites + first_site + i) * FIELDS
+            # A row of the tile may have no basis here though others do.
+            member = (tl.load(entries + BASIS, mask=live, other=-1) >= 0) & (tl.load(of_slice) == basis)
+            offsets = tl.load(entries + D, mask=member, other=-1)
+            wanted = member[:, None] & (r < rank)[None, :]
+            d = tl.load(arena_ptr + offsets[:, None] + r[None, :], mask=wanted & (offsets >= 0)[:, None], other=1.0)
+            tl.store(out_rows + i * slice_stride, product * d.to(tl.float32), mask=wanted)
 
 
 def shared_shrink(
@@ -146,6 +163,7 @@ def shared_shrink(
     tiles: torch.Tensor,
     routes: torch.Tensor,
     arena: torch.Tensor,
+    table: torch.Tensor,
     first_site: int,
     u: torch.Tensor,
     parameters: launch.Shrink | None = None,
@@ -160,11 +178,13 @@ def shared_shrink(
         tiles,
         routes,
         arena,
+        table,
         u,
         first_site,
         routes.shape[1],
         n_tiles,
         split,
+        tiles.stride(0),
         x.stride(0),
         x.shape[1],
         u.stride(2),
