@@ -99,9 +99,9 @@ class Reference:
         return found
 
 
-def prompts(count: int, seed: int, longest: int = 90) -> list[list[int]]:
+def prompts(count: int, seed: int, vocabulary: int = 128000) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(10, 128000) for _ in range(draw.randrange(20, longest))] for _ in range(count)]
+    return [[draw.randrange(10, vocabulary) for _ in range(draw.randrange(20, 90))] for _ in range(count)]
 
 
 def scenario(server: Server, names: list[str | None], new_tokens: int, seed: int) -> list[tuple[str | None, object]]:

@@ -11,12 +11,14 @@ A CUDA graph holds one call per layer, each with parts of its own, so what a cal
 last replay whenever the parts of all layers exceed it. (In serving it always has: the base weights pass through between
 two calls.) Times are medians of replays, per call, and include the gap between two launches of a graph. Activations and
 scratch are shared by the calls, hence warm, as they are in serving. Plans and scratch are as a server makes them: the
-scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch. Before it
-is timed, the result of each operator is compared with its reference. ``route`` and ``shared_route``, which run once per
-forward, and ``lookup`` are not measured.
+scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch. In decode
+``shared_expand`` writes an fp32 ``delta``, beside the base layer in a server, and ``expand`` adds it; otherwise it adds
+to ``h`` itself. Before it is timed, the result of each operator is compared with its reference. ``route`` and
+``shared_route``, which run once per forward, and ``lookup`` are not measured.
 
 Bytes: everything that a kernel must move, once. Parts of every adapter, activations in and out, the planes of the
-scratch. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not counted.
+scratch, ``delta``. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not
+counted.
 
 The bars, numbered as the project numbers them:
 
@@ -36,7 +38,6 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import os
 import statistics
 import sys
 import time
@@ -45,7 +46,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -53,24 +54,21 @@ from typing import Any
 import torch
 import triton
 
-from scute_kernels import launch, table
+from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, tile_width, view_plan
+from scute_kernels.plan import own_tile_rows, tile_width
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.rotate import reference as rotate_reference
-from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_expand import reference as shared_expand_reference
-from scute_kernels.shared_route import kernel as shared_route_kernel
 from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
 from shapes import MODELS, ModelShape, Module
+from sites import DEVICE, INTERPRETED, Method, Sites
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS: Mapping[str, Callable[..., None]] = {
     "rotate": rotate_kernel.rotate,
     "shrink": shrink_kernel.shrink,
@@ -88,7 +86,6 @@ REFERENCES: Mapping[str, Callable[..., None]] = {
 REPLAYS = 20
 COLD_BYTES = 512 << 20  # what all calls of a graph move together: several times the L2 of any GPU
 MOST_LAYERS = 64
-SPREAD = 0.1  # standard deviation of the parts: large enough that each of them shows in the results
 
 # As scute_sglang/backend.py and plan.py have them, which need more than torch and Triton.
 IN_LINE = 2.5e-6
@@ -102,19 +99,8 @@ MOST_SLOWER = 1.1  # a regression
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Method:
-    """The parts of an adapter at every site. (IA)3 has the scale on k and v, the input scale on down_proj."""
-
-    name: str
-    rank: int = 0
-    scale: bool = False
-    basis_rank: int = 0
-    block: int = 0
-
-
 LORA, DORA = Method("LoRA r16", rank=16), Method("DoRA r16", rank=16, scale=True)
-IA3 = Method("(IA)3", scale=True, block=1)
+IA3 = Method("(IA)3", scale=True, block=1)  # the scale is on k and v, the diagonal on the inputs of down_proj
 METHODS = (
     LORA,
     Method("LoRA r64", rank=64),
@@ -179,6 +165,11 @@ class Case:
         return 0 if self.method.name == IA3.name and self.module.name != "down_proj" else self.method.block
 
     @property
+    def has_delta(self) -> bool:
+        """Whether ``shared_expand`` writes a ``delta`` for ``expand`` to add."""
+        return self.batch.phase == DECODE and self.method.basis_rank > 0
+
+    @property
     def operators(self) -> tuple[str, ...]:
         """Those that have something to do; of a chunk ``expand`` alone."""
         if self.batch.phase == CHUNK:
@@ -188,7 +179,7 @@ class Case:
             "rotate": self.block > 0,
             "shrink": self.method.rank > 0,
             "shared_shrink": self.method.basis_rank > 0,
-            "expand": self.method.rank > 0 or scaled,
+            "expand": self.method.rank > 0 or scaled or self.has_delta,
             "shared_expand": self.method.basis_rank > 0,
         }
         return tuple(name for name, there in wanted.items() if there)
@@ -208,14 +199,13 @@ class Case:
                 return adapters * self.n_slices * in_features * self.block
             case "shrink":
                 return adapters * self.n_slices * method.rank * in_features
-            case "shared_shrink":  # the slices have one basis
-                return method.basis_rank * in_features
+            case "shared_shrink":  # the slices have one basis, and a d of their own
+                return method.basis_rank * (in_features + adapters * self.n_slices)
             case "expand":
                 scales = sum(w for i, w in enumerate(self.module.widths) if self.scaled(i))
                 return adapters * (method.rank * width + scales)
-            case "shared_expand":  # every slice reads a prefix of the same b, and a d and an e of its own
-                basis = method.basis_rank * max(self.module.widths)
-                return basis + adapters * (self.n_slices * method.basis_rank + width)
+            case "shared_expand":  # every slice reads a prefix of the same b, and an e of its own
+                return method.basis_rank * max(self.module.widths) + adapters * width
         raise ValueError(operator)
 
     def moved(self, operator: str) -> int:
@@ -223,6 +213,7 @@ class Case:
         rows, size = self.batch.rows, self.dtype.itemsize
         parts = self.parts(operator) * size
         x, h = rows * self.module.in_features * size, rows * sum(self.module.widths) * size
+        delta = rows * sum(self.module.widths) * 4 if self.has_delta else 0
         match operator:
             case "rotate":
                 return parts + x + self.n_slices * x
@@ -230,101 +221,51 @@ class Case:
                 return parts + x + self._scratch(operator)
             case "expand":
                 scales = sum(w for i, w in enumerate(self.module.widths) if self.scaled(i))
-                touched = h if self.method.rank else rows * scales * size
-                return parts + self._scratch("shrink") + 2 * touched
+                touched = h if self.method.rank or delta else rows * scales * size
+                return parts + self._scratch("shrink") + delta + 2 * touched
             case "shared_expand":
-                return parts + self._scratch("shared_shrink") + 2 * h
+                return parts + self._scratch("shared_shrink") + (delta or 2 * h)
         raise ValueError(operator)
 
     def _scratch(self, shrink: str) -> int:
-        """Bytes that ``shrink`` writes and its expand reads, fp32; of a shared basis once for all slices."""
-        ranks = self.n_slices * self.method.rank if shrink == "shrink" else self.method.basis_rank
-        return self.planes(shrink) * self.batch.rows * ranks * 4
+        """Bytes that ``shrink`` writes and its expand reads, fp32."""
+        rank = self.method.rank if shrink == "shrink" else self.method.basis_rank
+        return self.planes(shrink) * self.batch.rows * self.n_slices * rank * 4
 
 
-class Site:
-    """A case in several layers: adapters, plans, activations and scratch. ``layers``: as many as it takes for cold
-    parts, if not given."""
+class MeasuredSites(Sites):
+    """A case in several layers, with scratch. ``layers``: as many as it takes for cold parts, if not given."""
 
     def __init__(self, case: Case, layers: int | None = None) -> None:
         self.case = case
         moved = min(case.moved(operator) for operator in case.operators)
         self.layers = layers or min(MOST_LAYERS, max(4, COLD_BYTES // moved))
-        self._fill()
         batch, module, method = case.batch, case.module, case.method
-        width = tile_width(batch.rows)
-        tile_rows = own_tile_rows(batch.rows, width)
-        # Rows that a shared basis or a diagonal serves share tiles, a rotation has its own.
-        own = self._plan(-1, width, tile_rows, table.FIELDS)
-        grouped = self._plan(-1 if case.block > 1 else 0, width, width, table.SHARED_FIELDS)
-        route_kernel.route(own.tiles, own.routes, self.table)
-        shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
-        self._own = (own.tiles, own.routes, tile_rows, self.arena)
-        self._grouped = (grouped.tiles, grouped.routes, self.arena, self.table)
-        self._rotated = (grouped.row_slot, grouped.tiles, self.arena, self.table)
-
-        self.offsets = list(accumulate(module.widths, initial=0))
-        self.x = torch.randn(batch.rows, module.in_features, dtype=case.dtype, device=DEVICE)
-        self.h = torch.randn(batch.rows, self.offsets[-1], dtype=case.dtype, device=DEVICE)
+        super().__init__(
+            module,
+            methods=[replace(method, block=case.block)] * batch.adapters,
+            slots=range(batch.adapters),
+            counts=batch.counts,
+            layers=self.layers,
+            dtype=case.dtype,
+            scaled=[i for i in range(case.n_slices) if case.scaled(i)],
+            basis_per_layer=True,  # or the second layer would find it in the L2 cache
+        )
         # The kernels of a decode graph have scratch for any pair; an eager prefill has it if there is one.
         decode = batch.phase == DECODE
         max_rank = min(MAX_RANK, module.in_features)  # less in the smoke test only
         self.v = self._scratch("shrink", max_rank if decode else method.rank)
         self.u = self._scratch("shared_shrink", max_rank if decode else method.basis_rank)
-
-    def _plan(self, group: int, width: int, tile_rows: int, fields: int) -> BatchPlan:
-        batch = self.case.batch
-        slots = range(batch.adapters)
-        packed = build_plan(slots, batch.counts, [group for _ in slots], batch.rows, width, tile_rows)
-        routes = self.table.new_empty(most_tiles(batch.rows, width, len(slots)), self.table.shape[1], fields)
-        return view_plan(packed.to(DEVICE), batch.rows, width, routes)
+        self.delta = torch.randn((batch.rows, self.offsets[-1]) if case.has_delta else 0, device=DEVICE)
 
     def _scratch(self, shrink: str, max_rank: int) -> torch.Tensor:
         """Random, as if written: ``expand`` is tried without the shrink."""
         case = self.case
         return torch.randn(case.planes(shrink), case.batch.rows, case.n_slices, max_rank, device=DEVICE)
 
-    def _fill(self) -> None:
-        case, method, in_features = self.case, self.case.method, self.case.module.in_features
-        sites = self.layers * case.n_slices
-        entries = torch.full((case.batch.adapters, sites, table.FIELDS), -1, dtype=torch.int64)
-        entries[..., table.RANK] = method.rank
-        entries[..., table.BLOCK], entries[..., table.BLOCK_STRIDE] = case.block, case.block**2
-        end = 0
-
-        def put(elements: int) -> int:
-            nonlocal end
-            offset = end
-            end = -(-(end + elements) // 128) * 128
-            return offset
-
-        for site in range(sites):
-            width = case.module.widths[site % case.n_slices]
-            for slot in range(case.batch.adapters):
-                row = entries[slot, site]
-                if method.rank:
-                    row[table.A], row[table.B] = put(method.rank * in_features), put(method.rank * width)
-                if case.scaled(site % case.n_slices):
-                    row[table.SCALE] = put(width)
-                if method.basis_rank:  # a basis for each layer, or the second layer would find it in the L2 cache
-                    row[table.BASIS] = site // case.n_slices
-                    row[table.D], row[table.E] = put(method.basis_rank), put(width)
-                if case.block:
-                    row[table.ROTATION] = put(in_features * case.block)
-        bases = torch.zeros(self.layers, table.BASIS_FIELDS, dtype=torch.int64)
-        if method.basis_rank:
-            widest = max(case.module.widths)
-            for row in bases:
-                row[table.BASIS_A], row[table.BASIS_A_STRIDE] = put(method.basis_rank * in_features), in_features
-                row[table.BASIS_B], row[table.BASIS_B_STRIDE] = put(method.basis_rank * widest), widest
-                row[table.BASIS_RANK] = method.basis_rank
-        self.arena = torch.empty(max(end, 128), dtype=case.dtype, device=DEVICE).normal_(std=SPREAD)
-        self.table, self.bases = entries.to(DEVICE), bases.to(DEVICE)
-        self.origins = torch.zeros(sites, 2, dtype=torch.int64, device=DEVICE)
-
     @cached_property
     def transformed(self) -> torch.Tensor:
-        return torch.empty(self.case.n_slices, *self.x.shape, dtype=self.case.dtype, device=DEVICE)
+        return torch.empty(self.n_slices, *self.x.shape, dtype=self.x.dtype, device=DEVICE)
 
     def output(self, operator: str) -> torch.Tensor:
         """What ``operator`` writes."""
@@ -335,27 +276,30 @@ class Site:
                 return self.v
             case "shared_shrink":
                 return self.u
+            case "shared_expand":
+                return self.delta if self.case.has_delta else self.h[0]
         return self.h
 
     def arguments(self, operator: str, layer: int, out: torch.Tensor) -> tuple[Any, ...]:
-        site = layer * self.case.n_slices
+        site = layer * self.n_slices
         match operator:
             case "rotate":
-                return self.x, *self._rotated, site, out
+                return self.x, *self.rotated, site, out
             case "shrink":
-                return self.x, *self._own, site, out
+                return self.x, *self.own, site, out
             case "shared_shrink":
-                return self.x, *self._grouped[:-1], site, out
-            case "expand":
-                return out, self.v, *self._own, site, self.offsets
-        return out, self.u, *self._grouped, site, self.offsets
+                return self.x, *self.grouped, site, out
+            case "shared_expand":
+                return out, self.u, *self.grouped, site, self.offsets, not self.case.has_delta
+        return out, self.v, self.delta, *self.own, site, self.offsets
 
     def check(self, operator: str) -> None:
         """Compares ``operator`` with its reference in the last layer. Raises ``AssertionError`` if they differ."""
+        in_place = operator == "expand" or (operator == "shared_expand" and not self.case.has_delta)
         results = []
         for function in (KERNELS[operator], REFERENCES[operator]):
             out = self.output(operator).clone()
-            if operator not in ("expand", "shared_expand"):
+            if not in_place:
                 out.zero_()
             function(*self.arguments(operator, self.layers - 1, out))
             results.append(out)
@@ -365,9 +309,9 @@ class Site:
             allowed = 1e-4 * wanted.abs().max()
         else:
             got, wanted = (out.float() for out in results)
-            before = self.x if operator == "rotate" else self.h
+            before = self.output(operator).float() if in_place else self.x.float() if operator == "rotate" else 0.0
             # v and u are rounded before they meet b, the result once more
-            allowed = torch.finfo(self.case.dtype).eps * (wanted.abs() + 4 * (wanted - before.float()).abs().max())
+            allowed = torch.finfo(self.case.dtype).eps * (wanted.abs() + 4 * (wanted - before).abs().max())
         excess = ((got - wanted).abs() - allowed).max().item()
         if not excess <= 0:
             case = self.case
@@ -382,8 +326,9 @@ class Site:
         return seconds(lambda layer: KERNELS[operator](*self.arguments(operator, layer, out)), self.layers)
 
     def calm(self) -> None:
-        """Makes the parts so small that ``h``, to which every call adds, stays finite in all replays."""
+        """Makes the parts and ``delta`` so small that ``h``, to which every call adds, stays finite in all replays."""
         self.arena.mul_(0.01)
+        self.delta.mul_(0.01)
 
 
 def seconds(call: Callable[[int], object], layers: int) -> float:
@@ -466,8 +411,9 @@ def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
 
 
 def floor_of_plan(row: Row, launch_us: float) -> float:
-    """Microseconds that ``scute plan`` gives to an operator at least; ``shrink`` runs beside the base layer there."""
-    return launch_us if "shrink" in row["operator"] else IN_LINE * 1e6
+    """Microseconds that ``scute plan`` gives to an operator at least; some run beside the base layer there."""
+    beside = row["operator"] in ("shrink", "shared_shrink", "shared_expand")
+    return launch_us if beside else IN_LINE * 1e6
 
 
 @dataclass(frozen=True)
@@ -580,12 +526,12 @@ class Bench:
     def measure(self, case: Case) -> float:
         """Seconds of all operators of the case."""
         total = 0.0
-        site = Site(case, layers=1 if INTERPRETED else None)
+        sites = MeasuredSites(case, layers=1 if INTERPRETED else None)
         for operator in case.operators:
-            site.check(operator)
-        site.calm()
+            sites.check(operator)
+        sites.calm()
         for operator in case.operators:
-            taken = site.seconds(operator)
+            taken = sites.seconds(operator)
             total += taken
             self._record(case, operator, taken)
         return total
@@ -684,10 +630,10 @@ def compile_all(arguments: argparse.Namespace) -> None:
 def _compile(case: Case) -> None:
     if not case.operators:
         return
-    site = Site(case, layers=1)
+    sites = MeasuredSites(case, layers=1)
     for operator in case.operators:
         with suppress(RuntimeError, triton.TritonError):  # reported when it is measured
-            KERNELS[operator](*site.arguments(operator, 0, site.output(operator)))
+            KERNELS[operator](*sites.arguments(operator, 0, sites.output(operator)))
     torch.cuda.synchronize()
 
 

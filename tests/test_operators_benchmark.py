@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import operators
-from operators import CHUNK, DECODE, DORA, IA3, LORA, PREFILL, Batch, Case, Method
+from operators import CHUNK, DECODE, DORA, IA3, LORA, PREFILL, Batch, Case
 from scute_sglang import plan
 from shapes import Module
+from sites import Method
 
 QKV, DOWN = Module("qkv_proj", 96, (112, 48, 32)), Module("down_proj", 8192, (80,))
 
@@ -55,13 +56,19 @@ def test_bytes_of_a_low_rank_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_of_a_shared_basis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a and one b, the longest prefix, for all adapters and slices; one u for all slices; d and e for each."""
+    """One a and one b, the longest prefix, for all adapters and slices; a u, a d and an e for each slice. In decode
+    shared_expand writes a delta in fp32, which expand adds; in prefill it adds to h, and expand has nothing to do."""
     monkeypatch.setattr(operators.launch, "shrink_split", lambda *_: 3)
-    case = Case(Batch(DECODE, 5, 2), Method("VeRA r7", basis_rank=7), QKV, torch.float16)
-    u = 3 * 5 * 7 * 4
-    assert case.operators == ("shared_shrink", "shared_expand")
-    assert case.moved("shared_shrink") == 2 * (7 * 96 + 5 * 96) + u
-    assert case.moved("shared_expand") == 2 * (7 * 112 + 2 * (3 * 7 + 192) + 2 * 5 * 192) + u
+    method = Method("VeRA r7", basis_rank=7)
+    decode, prefill = (Case(Batch(phase, 5, 2), method, QKV, torch.float16) for phase in (DECODE, PREFILL))
+    u, delta = 3 * 5 * 3 * 7 * 4, 5 * 192 * 4
+    assert set(decode.operators) == {"shared_shrink", "shared_expand", "expand"}
+    assert set(prefill.operators) == {"shared_shrink", "shared_expand"}
+    for case in (decode, prefill):
+        assert case.moved("shared_shrink") == 2 * (7 * 96 + 2 * 3 * 7 + 5 * 96) + u
+    assert decode.moved("shared_expand") == 2 * (7 * 112 + 2 * 192) + u + delta
+    assert decode.moved("expand") == delta + 2 * 2 * 5 * 192
+    assert prefill.moved("shared_expand") == 2 * (7 * 112 + 2 * 192 + 2 * 5 * 192) + u
 
 
 def test_bytes_of_scales_and_rotations() -> None:
