@@ -124,8 +124,11 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> dict[st
             "after 300 decode steps": scenario(server, everything, 300, seed=2),
             "two adapters": scenario(server, ["dora_r16", "lora_r16"], 8, seed=3),
             "one adapter": scenario(server, ["vera_r256"], 8, seed=4),
-            "no rotation": scenario(server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5),
+            "no fused rotation": scenario(
+                server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5
+            ),
             "more requests than slots": scenario(server, [*everything, *everything, None, None], 8, seed=6),
+            "more requests than graphs": scenario(server, [*everything, *everything, *everything], 8, seed=9),
         }
         for name in LATER:  # one slot is free: the others are taken from older adapters
             server.load(name, adapters / name).raise_for_status()

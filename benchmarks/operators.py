@@ -12,12 +12,12 @@ last replay whenever the parts of all layers exceed it. (In serving it always ha
 two calls.) Times are medians of replays, per call, and include the gap between two launches of a graph. Activations and
 scratch are shared by the calls, hence warm, as they are in serving. Plans and scratch are as a server makes them: the
 scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch. In decode
-``shared_expand`` writes an fp32 ``delta``, beside the base layer in a server, and ``expand`` adds it; otherwise it adds
-to ``h`` itself. Before it is timed, the result of each operator is compared with its reference. ``route`` and
+``shared_expand`` writes an fp32 ``addend``, beside the base layer in a server, and ``expand`` adds it; otherwise it
+adds to ``h`` itself. Before it is timed, the result of each operator is compared with its reference. ``route`` and
 ``shared_route``, which run once per forward, and ``lookup`` are not measured.
 
 Bytes: everything that a kernel must move, once. Parts of every adapter, activations in and out, the planes of the
-scratch, ``delta``. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not
+scratch, ``addend``. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not
 counted.
 
 The bars, numbered as the project numbers them:
@@ -165,9 +165,14 @@ class Case:
         return 0 if self.method.name == IA3.name and self.module.name != "down_proj" else self.method.block
 
     @property
-    def has_delta(self) -> bool:
-        """Whether ``shared_expand`` writes a ``delta`` for ``expand`` to add."""
+    def beside(self) -> bool:
+        """Whether ``shared_expand`` writes an ``addend`` for ``expand`` to add."""
         return self.batch.phase == DECODE and self.method.basis_rank > 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether ``h`` has a block for the inputs of each slice, from which ``expand`` takes the columns of the slice."""
+        return self.batch.phase == DECODE and self.block > 0 and self.n_slices > 1
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -179,7 +184,7 @@ class Case:
             "rotate": self.block > 0,
             "shrink": self.method.rank > 0,
             "shared_shrink": self.method.basis_rank > 0,
-            "expand": self.method.rank > 0 or scaled or self.has_delta,
+            "expand": self.method.rank > 0 or scaled or self.beside or self.wide,
             "shared_expand": self.method.basis_rank > 0,
         }
         return tuple(name for name, there in wanted.items() if there)
@@ -213,18 +218,18 @@ class Case:
         rows, size = self.batch.rows, self.dtype.itemsize
         parts = self.parts(operator) * size
         x, h = rows * self.module.in_features * size, rows * sum(self.module.widths) * size
-        delta = rows * sum(self.module.widths) * 4 if self.has_delta else 0
+        addend = rows * sum(self.module.widths) * 4 if self.beside else 0
         match operator:
             case "rotate":
                 return parts + x + self.n_slices * x
             case "shrink" | "shared_shrink":
                 return parts + x + self._scratch(operator)
             case "expand":
-                scales = sum(w for i, w in enumerate(self.module.widths) if self.scaled(i))
-                touched = h if self.method.rank or delta else rows * scales * size
-                return parts + self._scratch("shrink") + delta + 2 * touched
+                columns = [w for i, w in enumerate(self.module.widths) if self.scaled(i) or (self.wide and i > 0)]
+                touched = h if self.method.rank or addend else rows * sum(columns) * size
+                return parts + self._scratch("shrink") + addend + 2 * touched
             case "shared_expand":
-                return parts + self._scratch("shared_shrink") + (delta or 2 * h)
+                return parts + self._scratch("shared_shrink") + (addend or 2 * h)
         raise ValueError(operator)
 
     def _scratch(self, shrink: str) -> int:
@@ -251,12 +256,14 @@ class MeasuredSites(Sites):
             scaled=[i for i in range(case.n_slices) if case.scaled(i)],
             basis_per_layer=True,  # or the second layer would find it in the L2 cache
         )
+        if case.wide:
+            self.h = torch.randn(self.n_slices, *self.h.shape[1:], dtype=case.dtype, device=DEVICE)
         # The kernels of a decode graph have scratch for any pair; an eager prefill has it if there is one.
         decode = batch.phase == DECODE
         max_rank = min(MAX_RANK, module.in_features)  # less in the smoke test only
         self.v = self._scratch("shrink", max_rank if decode else method.rank)
         self.u = self._scratch("shared_shrink", max_rank if decode else method.basis_rank)
-        self.delta = torch.randn((batch.rows, self.offsets[-1]) if case.has_delta else 0, device=DEVICE)
+        self.addend = torch.randn((batch.rows, self.offsets[-1]) if case.beside else 0, device=DEVICE)
 
     def _scratch(self, shrink: str, max_rank: int) -> torch.Tensor:
         """Random, as if written: ``expand`` is tried without the shrink."""
@@ -277,7 +284,7 @@ class MeasuredSites(Sites):
             case "shared_shrink":
                 return self.u
             case "shared_expand":
-                return self.delta if self.case.has_delta else self.h[0]
+                return self.addend if self.case.beside else self.h[0]
         return self.h
 
     def arguments(self, operator: str, layer: int, out: torch.Tensor) -> tuple[Any, ...]:
@@ -290,12 +297,12 @@ class MeasuredSites(Sites):
             case "shared_shrink":
                 return self.x, *self.grouped, site, out
             case "shared_expand":
-                return out, self.u, *self.grouped, site, self.offsets, not self.case.has_delta
-        return out, self.v, self.delta, *self.own, site, self.offsets
+                return out, self.u, *self.grouped, site, self.offsets, not self.case.beside
+        return out, self.v, self.addend, *self.own, site, self.offsets
 
     def check(self, operator: str) -> None:
         """Compares ``operator`` with its reference in the last layer. Raises ``AssertionError`` if they differ."""
-        in_place = operator == "expand" or (operator == "shared_expand" and not self.case.has_delta)
+        in_place = operator == "expand" or (operator == "shared_expand" and not self.case.beside)
         results = []
         for function in (KERNELS[operator], REFERENCES[operator]):
             out = self.output(operator).clone()
@@ -326,9 +333,9 @@ class MeasuredSites(Sites):
         return seconds(lambda layer: KERNELS[operator](*self.arguments(operator, layer, out)), self.layers)
 
     def calm(self) -> None:
-        """Makes the parts and ``delta`` so small that ``h``, to which every call adds, stays finite in all replays."""
+        """Makes the parts and ``addend`` so small that ``h``, to which every call adds, stays finite in all replays."""
         self.arena.mul_(0.01)
-        self.delta.mul_(0.01)
+        self.addend.mul_(0.01)
 
 
 def seconds(call: Callable[[int], object], layers: int) -> float:
@@ -412,7 +419,7 @@ def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
 
 def floor_of_plan(row: Row, launch_us: float) -> float:
     """Microseconds that ``scute plan`` gives to an operator at least; some run beside the base layer there."""
-    beside = row["operator"] in ("shrink", "shared_shrink", "shared_expand")
+    beside = "shrink" in row["operator"] or (row["operator"], row["phase"]) == ("shared_expand", DECODE)
     return launch_us if beside else IN_LINE * 1e6
 
 

@@ -6,8 +6,8 @@ For each format of a random four-layer model: writes the checkpoint and adapters
 graphs, and compares a mixed batch. SGLang repacks the weights of these formats for kernels of its own, so DoRA norms,
 HRA and PiSSA, which need the base weight, are what this is about. Passes if for every adapter the mean error is at most
 1.5 % of the adapter's own effect; where the format rounds the inputs of a layer too, at most that beyond twice the mean
-error of the base model, which has the same rounding without adapters. A format whose server does not start is reported,
-and fails.
+error of the base model, which has the same rounding without adapters, and in any case less than half of the effect. A
+format whose server does not start is reported, and fails.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ RECIPES = {
     "oft": Recipe(oft(oft_block_size=32), 6),
     "vera": Recipe(vera(r=256), 7),
 }
+WEIGHT_ONLY = 6 * 2**-11  # mean error of the base model: a few steps of fp16
+ROUNDED_INPUTS = 0.25  # the same with inputs in fp8, three bits: a few percent of log-probabilities of 1 to 10
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
 GPTQ_GROUP = 128
@@ -174,10 +176,10 @@ def judge(
         effect = (expected - plain).abs().mean().item()
         if name is None:
             base_error = error
-            yield Row("base", error, effect, kind.rounds_inputs or error <= 6 * 2**-11)  # a few steps of fp16
+            yield Row("base", error, effect, error <= (ROUNDED_INPUTS if kind.rounds_inputs else WEIGHT_ONLY))
         else:
             allowed = MEAN_SHARE * effect + (2 * base_error if kind.rounds_inputs else 0)
-            yield Row(name, error, effect, error <= allowed)
+            yield Row(name, error, effect, error <= min(allowed, effect / 2))
 
 
 def main() -> None:
@@ -186,12 +188,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for quantised.md")
     parser.add_argument("--format", action="append", choices=list(FORMATS), help="only this one; may be repeated")
     parser.add_argument("--commit", default="unknown", help="shown in the report")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: writes the checkpoints only")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     original = arguments.work / "original"
     original.mkdir(parents=True, exist_ok=True)
-    write_base(original, SHAPE, arguments.device)
+    write_base(original, SHAPE)
     versions = ", ".join(f"{name} {version(name)}" for name in ("sglang", "torch", "triton", "peft", "transformers"))
     lines = [
         "# Adapters on quantised bases",
@@ -204,14 +205,12 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     passed = True
-    for number, name in enumerate(arguments.format or FORMATS):
-        kind, folder = FORMATS[name], arguments.work / f"format-{number}"
+    for name in arguments.format or FORMATS:
+        kind, folder = FORMATS[name], arguments.work / name.replace(" ", "-").replace(",", "")
         write_quantised(original, folder / "meaning", folder / "packed", kind)
-        if arguments.device == "cpu":
-            continue
         adapters = write_all(RECIPES, folder, folder / "meaning")
         try:
-            found = answers_of(folder / "packed", adapters, kind, arguments.out / f"server-format-{number}.log")
+            found = answers_of(folder / "packed", adapters, kind, arguments.out / f"server-{folder.name}.log")
         except ServerDied as died:
             print(died)
             reason = str(died).splitlines()[0]

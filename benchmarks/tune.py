@@ -13,7 +13,7 @@ cache between two kernels, as they do when serving. As in the graphs of a server
 rank that may come. Figures are microseconds per layer, medians of replays.
 
 The order is that of a server. In decode ``shrink`` runs on a second stream beside the base GEMM; on a third
-``shared_shrink``, then ``shared_expand``, which writes a ``delta``; ``expand`` waits for all and adds it. In prefill
+``shared_shrink``, then ``shared_expand``, which writes an ``addend``; ``expand`` waits for all and adds it. In prefill
 there is one stream, and ``shared_expand`` adds to ``h`` after ``expand``.
 
 Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
@@ -42,7 +42,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -176,10 +175,10 @@ SHARED_EXPANDS = [
         (256, 128, 8, 1),
         (128, 64, 4, 1),
         (128, 128, 8, 1),
-        (64, 64, 4, 3),
-        (64, 128, 4, 3),
-        (64, 128, 8, 3),
-        (32, 128, 4, 4),
+        (64, 64, 4, 1),  # more stages would hold every plane of u in shared memory, once for each
+        (64, 128, 4, 1),
+        (64, 128, 8, 1),
+        (32, 128, 4, 1),
     )
 ]
 SHARES = (1024, 2048, 4096, 16384)
@@ -260,11 +259,11 @@ Entry = tuple[str, int]
 
 @dataclass(frozen=True)
 class Scratch:
-    """``v``, ``u``: ``(SPLIT, N, n_slices, R)``. ``delta``: ``(N, out)``, or empty. All fp32."""
+    """``v``, ``u``: ``(SPLIT, N, n_slices, R)``. ``addend``: ``(N, out)``, or empty. All fp32."""
 
     v: torch.Tensor
     u: torch.Tensor
-    delta: torch.Tensor
+    addend: torch.Tensor
 
 
 class TunedSites(Sites):
@@ -283,7 +282,7 @@ class TunedSites(Sites):
             basis_per_layer=False,
         )
         self.batch, self.dtype, self.layers, self.max_rank = batch, dtype, layers, max_rank
-        self.has_delta = batch.shares and batch.decode
+        self.beside = batch.shares and batch.decode
 
     def bytes(self) -> int:
         """Of the adapters of one layer, each once; activations are small beside them."""
@@ -305,10 +304,10 @@ class TunedSites(Sites):
             )
             for shrink in (setting.shrink, setting.shared_shrink)
         )
-        return Scratch(v, u, self._delta())
+        return Scratch(v, u, self._addend())
 
     def _delta(self) -> torch.Tensor:
-        return torch.empty((self.n_rows, self.offsets[-1]) if self.has_delta else 0, device=DEVICE)
+        return torch.empty((self.n_rows, self.offsets[-1]) if self.beside else 0, device=DEVICE)
 
     def own_before(self, layer: int, scratch: Scratch, setting: Setting) -> None:
         shrink_kernel.shrink(self.x, *self.own, layer * self.n_slices, scratch.v, setting.shrink)
@@ -317,14 +316,14 @@ class TunedSites(Sites):
         """For batches with shared bases only."""
         site = layer * self.n_slices
         shared_shrink_kernel.shared_shrink(self.x, *self.grouped, site, scratch.u, setting.shared_shrink)
-        if self.has_delta:
-            self._shared_expand(scratch.delta, layer, scratch, setting, add=False)
+        if self.beside:
+            self._shared_expand(scratch.addend, layer, scratch, setting, add=False)
 
     def after(self, h: torch.Tensor, layer: int, scratch: Scratch, setting: Setting) -> None:
         """``h``: ``(1, N, out)``, the output of the base layer."""
         site = layer * self.n_slices
-        expand_kernel.expand(h, scratch.v, scratch.delta, *self.own, site, self.offsets, setting.expand)
-        if self.batch.shares and not self.has_delta:
+        expand_kernel.expand(h, scratch.v, scratch.addend, *self.own, site, self.offsets, setting.expand)
+        if self.batch.shares and not self.beside:
             self._shared_expand(h[0], layer, scratch, setting, add=True)
 
     def _shared_expand(self, out: torch.Tensor, layer: int, scratch: Scratch, setting: Setting, add: bool) -> None:
@@ -338,14 +337,14 @@ class TunedSites(Sites):
         site = (self.layers - 1) * self.n_slices
         shape = (1, self.n_rows, self.n_slices, self.max_rank)
         v, u, h = torch.zeros(shape, device=DEVICE), torch.zeros(shape, device=DEVICE), self.h.clone()
-        delta = self._delta()
+        addend = self._addend()
         shrink_reference.shrink(self.x, *self.own, site, v)
         if self.batch.shares:
             shared_shrink_reference.shared_shrink(self.x, *self.grouped, site, u)
-        if self.has_delta:
-            shared_expand_reference.shared_expand(delta, u, *self.grouped, site, self.offsets, add=False)
-        expand_reference.expand(h, v, delta, *self.own, site, self.offsets)
-        if self.batch.shares and not self.has_delta:
+        if self.beside:
+            shared_expand_reference.shared_expand(addend, u, *self.grouped, site, self.offsets, add=False)
+        expand_reference.expand(h, v, addend, *self.own, site, self.offsets)
+        if self.batch.shares and not self.beside:
             shared_expand_reference.shared_expand(h[0], u, *self.grouped, site, self.offsets, add=True)
         return v[0], u[0], h
 
@@ -654,10 +653,12 @@ def compile_all(arguments: argparse.Namespace) -> None:
         # The kernels of shared_expand depend on the share, which is chosen before them.
         shares = SHARED_SHARES if shrinks_first(kind, most) else (start.shared_shrink.share,)
         starts = [replace(start, shared_shrink=replace(start.shared_shrink, share=share)) for share in shares]
+        stages = [stage for stage in stages_of(kind, most) if stage not in ("grid", "tiles")]  # these change no kernel
         for rows in dict.fromkeys(triton.next_power_of_2(len(batch.rows)) for batch in batches):
-            for start, stage in product(starts, stages_of(kind, most)):
-                for _, setting in settings_of(kind, most, stage, start, smoke=False):
-                    jobs[max(16, rows), kind == "shared", setting] = None
+            for stage in stages:
+                for first in starts if stage == "expand" else [start]:
+                    for _, setting in settings_of(kind, most, stage, first, smoke=False):
+                        jobs[max(16, rows), kind == "shared", setting] = None
     with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, ((arguments, *job) for job in jobs)))
 

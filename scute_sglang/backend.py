@@ -128,12 +128,12 @@ class Batch:
     def max_rank(self) -> int:
         """At least the rank of every own pair: the rank stride of an eager forward's scratch. A power of two, so that
         few variants of a kernel serve all batches."""
-        return next_power_of_2(max(adapter.max_rank for adapter in self.adapters.values()))
+        return next_power_of_2(max((adapter.max_rank for adapter in self.adapters.values()), default=0))
 
     @cached_property
     def max_shared_rank(self) -> int:
         """The same of shared bases."""
-        return next_power_of_2(max(adapter.max_shared_rank for adapter in self.adapters.values()))
+        return next_power_of_2(max((adapter.max_shared_rank for adapter in self.adapters.values()), default=0))
 
     def transformed_rows(self, module_index: int, device: torch.device) -> torch.Tensor:
         """Numbers of the rows whose inputs an adapter transforms at a layer, ``(M,)`` int64."""
@@ -346,41 +346,45 @@ class ScuteLoRABackend(BaseLoRABackend):
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
         grouped_plan = (plans.grouped.tiles, plans.grouped.routes, arena, table)
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
-        v = u = delta = x.new_empty(0, dtype=torch.float32)
+        none = x.new_empty(0, dtype=torch.float32)
 
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
+            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
-            expand(output[None], v, delta, *own_plan, site, slice_offsets)
+            expand(output[None], v, none, *own_plan, site, slice_offsets)
             return output
 
         real = x[:, : layer.in_features]
+
+        def scratch(operator: str, tile_rows: int, rank: int) -> torch.Tensor:
+            split = shrink_split(operator, rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            shape = (split, rows, n_slices, self.max_rank if capturing else rank)
+            return x.new_empty(shape, dtype=torch.float32)
+
+        # Of the output head what shared bases add would be as large as the vocabulary, in every graph.
+        apart = batch.beside and index != self.site_map.head
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
+        v = u = addend = none
         if own_pairs:
-            split = shrink_split("shrink", rows, plans.own.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            v = x.new_empty((split, rows, n_slices, self.max_rank if capturing else batch.max_rank), dtype=v.dtype)
+            v = scratch("shrink", plans.own.tile_rows, batch.max_rank)
             with on_stream(own_stream):
                 shrink(real, *own_plan, site, v)
         if shared:
-            tile_rows = plans.grouped.tile_rows
-            split = shrink_split("shared_shrink", rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            max_rank = self.max_rank if capturing else batch.max_shared_rank
-            u = x.new_empty((split, rows, n_slices, max_rank), dtype=u.dtype)
-            if batch.beside:
-                delta = x.new_empty((rows, slice_offsets[-1]), dtype=delta.dtype)
+            u = scratch("shared_shrink", plans.grouped.tile_rows, batch.max_shared_rank)
+            addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)
-                if batch.beside:
-                    shared_expand(delta, u, *grouped_plan, site, slice_offsets, add=False)
+                if apart:
+                    shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
         h = self._transformed_base(layer, x, base, plans.grouped) if rotates else base(x)[None]
         for stream in filter(None, (own_stream, shared_stream)):
             torch.cuda.current_stream().wait_stream(stream)
         adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
-        if capturing or index in batch.own or delta.numel() or h.shape[0] > 1:
-            expand(adapted, v, delta, *own_plan, site, slice_offsets)
-        if shared and not batch.beside:
+        if capturing or index in batch.own or addend.numel() or h.shape[0] > 1:
+            expand(adapted, v, addend, *own_plan, site, slice_offsets)
+        if shared and not apart:
             shared_expand(adapted[0], u, *grouped_plan, site, slice_offsets, add=True)
         return h[0]
 

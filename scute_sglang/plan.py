@@ -354,7 +354,9 @@ def _kernels(
         for key, (a, b) in parts.bases.items():
             bases[key] = (a, max(b, bases.get(key, (0, 0))[1]))
     expand = sum(parts.expand for parts in adapters)
-    expand_kernel = (expand * size, IN_LINE if expand or bases else LAUNCH)
+    rotation = sum(parts.rotate for parts in adapters)
+    works = expand or bases or (rotation and module.slices > 1)  # adds, or takes columns from other rows
+    expand_kernel = (expand * size, IN_LINE if works else LAUNCH)
     if module.embedding:
         read = sum(parts.lookup for parts in rows) * SECTOR  # a column of a: each of its numbers lies by itself
         return [(read, IN_LINE if read else LAUNCH), expand_kernel]
@@ -363,7 +365,6 @@ def _kernels(
         shared = sum(parts.shared for parts in adapters) + sum(b for _, b in bases.values())
         kernels += [(sum(a for a, _ in bases.values()) * size, 0.0), (shared * size, 0.0)]
     if rotates:
-        rotation = sum(parts.rotate for parts in adapters)
         copies = batch * module.in_features * (1 + module.slices)  # the inputs read, and written for each slice
         kernels.append(((rotation + copies) * size, IN_LINE if rotation else LAUNCH))
     return kernels

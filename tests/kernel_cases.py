@@ -100,8 +100,8 @@ class Site:
 
 @dataclass(repr=False)
 class Case:
-    """``h``: ``(1, N, out)``, or an output for the inputs of each slice. ``beside``: whether shared_expand makes a
-    delta for expand to add, and does not add it itself."""
+    """``h``: ``(1, N, out)``, or an output for the inputs of each slice. ``beside``: whether shared_expand makes an
+    addend for expand, and adds nothing itself."""
 
     x: torch.Tensor
     h: torch.Tensor
@@ -144,7 +144,7 @@ class Case:
         shape = (self.split, len(self.slots), self.n_slices, self.scratch_rank)
         return torch.full(shape, NAN, device=self.x.device)
 
-    def delta(self) -> torch.Tensor:
+    def addend(self) -> torch.Tensor:
         """What shared_expand writes if it runs beside the base layer, else nothing."""
         if not self.beside:
             return torch.empty(0, device=self.x.device)
@@ -380,14 +380,14 @@ def check_shrink_and_expand(
 ) -> None:
     """Both shrinks, then both expands, against the formula with dense matrices, fp64."""
     before = case.h.cpu().clone()
-    v, u, delta = case.scratch(), case.scratch(), case.delta()
+    v, u, addend = case.scratch(), case.scratch(), case.addend()
     shrink(case.x, *case.own_plan, FIRST_SITE, v)
     shared_shrink(case.x, *case.grouped_plan, FIRST_SITE, u)
     _check_scratch(case, v.cpu(), u.cpu())
     after_base = (FIRST_SITE, case.slice_offsets)
     if case.beside:
-        shared_expand(delta, u, *case.grouped_plan, *after_base, add=False)
-    expand(case.h, v, delta, *case.own_plan, *after_base)
+        shared_expand(addend, u, *case.grouped_plan, *after_base, add=False)
+    expand(case.h, v, addend, *case.own_plan, *after_base)
     if not case.beside:
         shared_expand(case.h[0], u, *case.grouped_plan, *after_base, add=True)
     check_expanded(case, before)

@@ -37,7 +37,7 @@ def test_one_capture_serves_every_batch() -> None:
     static = make(0)  # the tensors that the graph knows
     static.x = static.x.contiguous()
     static.h = static.h.contiguous()
-    delta = static.delta()
+    addend = static.addend()
     static.arena = torch.empty(max(case.arena.numel() for case in batches), dtype=first.arena.dtype, device="cuda")
     rotated = torch.empty(len(WIDTHS), ROWS, IN_FEATURES, dtype=first.x.dtype, device="cuda")
     v, u = static.scratch(), static.scratch()
@@ -48,8 +48,8 @@ def test_one_capture_serves_every_batch() -> None:
         ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, rotated)
         ops.shrink(static.x, *static.own_plan, FIRST_SITE, v)
         ops.shared_shrink(static.x, *static.grouped_plan, FIRST_SITE, u)
-        ops.shared_expand(delta, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets, False)
-        ops.expand(static.h, v, delta, *static.own_plan, FIRST_SITE, static.slice_offsets)
+        ops.shared_expand(addend, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets, False)
+        ops.expand(static.h, v, addend, *static.own_plan, FIRST_SITE, static.slice_offsets)
 
     def load(case: Case) -> None:
         static.arena.fill_(float("nan"))[: case.arena.numel()] = case.arena
@@ -68,7 +68,7 @@ def test_one_capture_serves_every_batch() -> None:
 
     for case in batches:
         load(case)
-        for scratch in (v, u, delta):
+        for scratch in (v, u, addend):
             scratch.fill_(float("nan"))
         graph.replay()
         replayed, before = static.h.clone(), case.h.cpu().clone()

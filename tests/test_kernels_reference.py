@@ -81,7 +81,7 @@ def test_registration(operator: str) -> None:
         "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
         "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),
         "lookup": (random_ids(case), *head, scratch[:1, :, :1].contiguous()),
-        "expand": (case.h, scratch, case.delta(), *case.own_plan, FIRST_SITE, case.slice_offsets),
+        "expand": (case.h, scratch, case.addend(), *case.own_plan, FIRST_SITE, case.slice_offsets),
         "shared_expand": (case.h[0], scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets, True),
     }
     torch.library.opcheck(getattr(ops, operator), arguments[operator])

@@ -57,17 +57,17 @@ def test_bytes_of_a_low_rank_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_of_a_shared_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     """One a and one b, the longest prefix, for all adapters and slices; a u, a d and an e for each slice. In decode
-    shared_expand writes a delta in fp32, which expand adds; in prefill it adds to h, and expand has nothing to do."""
+    shared_expand writes an addend in fp32, which expand adds; in prefill it adds to h, and expand has nothing to do."""
     monkeypatch.setattr(operators.launch, "shrink_split", lambda *_: 3)
     method = Method("VeRA r7", basis_rank=7)
     decode, prefill = (Case(Batch(phase, 5, 2), method, QKV, torch.float16) for phase in (DECODE, PREFILL))
-    u, delta = 3 * 5 * 3 * 7 * 4, 5 * 192 * 4
+    u, addend = 3 * 5 * 3 * 7 * 4, 5 * 192 * 4
     assert set(decode.operators) == {"shared_shrink", "shared_expand", "expand"}
     assert set(prefill.operators) == {"shared_shrink", "shared_expand"}
     for case in (decode, prefill):
         assert case.moved("shared_shrink") == 2 * (7 * 96 + 2 * 3 * 7 + 5 * 96) + u
-    assert decode.moved("shared_expand") == 2 * (7 * 112 + 2 * 192) + u + delta
-    assert decode.moved("expand") == delta + 2 * 2 * 5 * 192
+    assert decode.moved("shared_expand") == 2 * (7 * 112 + 2 * 192) + u + addend
+    assert decode.moved("expand") == addend + 2 * 2 * 5 * 192
     assert prefill.moved("shared_expand") == 2 * (7 * 112 + 2 * 192 + 2 * 5 * 192) + u
 
 
@@ -79,8 +79,9 @@ def test_bytes_of_scales_and_rotations() -> None:
     assert qkv.moved("expand") == 2 * (2 * 80 + 2 * 5 * 80)
     assert down.moved("rotate") == 2 * (2 * 8192 + 2 * 5 * 8192)
     rotation = Case(batch, Method("OFT b32", block=32), QKV, torch.float16)
-    assert rotation.operators == ("rotate",)
+    assert rotation.operators == ("rotate", "expand")
     assert rotation.moved("rotate") == 2 * (2 * 3 * 96 * 32 + 5 * 96 + 3 * 5 * 96)
+    assert rotation.moved("expand") == 2 * 2 * 5 * (48 + 32)  # k and v from rows of their own
 
 
 def test_bar_of_the_scale_is_the_median_of_pairs() -> None:

@@ -183,6 +183,8 @@ def test_rotations_of_fused_projections_copy_the_inputs_of_each_slice(model: Mod
     step = decode_step(model, [tenants["oft"]], H200)
     assert step.moved == 2 * (inputs + 3 * 2 * (5 * 6 * 6))
     assert step.launches == 2 * 14 + 2 * 13 + 13
+    # rotate works at qkv, and so does expand, which takes the columns of q, k and v from rows of their own.
+    assert step.seconds == pytest.approx(2 * 3 * IN_LINE + (12 + 10) * LAUNCH)
     # One adapter that rotates fused projections brings the whole batch into that graph.
     assert decode_step(model, [tenants["ia3"], tenants["oft"]], H200).launches == step.launches
     assert set(tenants["oft"].lora_ranks.values()) == {30, 14}

@@ -1,7 +1,8 @@
 """Batch plans: rows of a batch grouped into tiles of one adapter, or of adapters with one shared basis.
 
-A forward has two. The *own* plan serves the own parts of adapters (``table.py``): its tiles are of one adapter. The
-*grouped* plan serves shared bases, which one tile reads for rows of several adapters, and input transforms.
+A forward has two. The *own* plan, of the rows of all adapters, serves what follows the base layer: its tiles are of one
+adapter. The *grouped* plan serves shared bases, which one tile reads for rows of several adapters, and input
+transforms.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@ from scute_kernels.operator import PLAN, register
 
 expand = register(
     "expand",
-    f"Tensor(a!) h, Tensor v, Tensor delta, {PLAN}, int tile_rows, Tensor arena, int first_site, int[] slice_offsets",
+    f"Tensor(a!) h, Tensor v, Tensor addend, {PLAN}, int tile_rows, Tensor arena, int first_site, int[] slice_offsets",
     reference.expand,
     kernel.expand,
 )
-"""``expand(h, v, delta, tiles, routes, tile_rows, arena, first_site, slice_offsets)``
+"""``expand(h, v, addend, tiles, routes, tile_rows, arena, first_site, slice_offsets)``
 
-``h <- h + h * (s - 1) + bias + v b + delta`` for every row and slice, in fp32 and rounded once; where a tensor core
+``h <- h + h * (s - 1) + bias + v b + addend`` for every row and slice, in fp32 and rounded once; where a tensor core
 multiplies fp16 or bf16, ``v`` is rounded to the arena's dtype before. Rows without any part at a site keep their bits
 there.
 
@@ -21,7 +21,7 @@ have inputs of their own, ``h`` is ``(n_slices, N, slice_offsets[-1])``, the out
 the inputs of slice ``i`` or of the first are transformed for a row, what becomes ``h[0]`` is made from ``h[i]``, of
 which nothing else is read.
 
-``v``: as ``shrink`` or ``lookup`` wrote it; empty if no adapter of the batch has an own pair here. ``delta``: ``(N,
-slice_offsets[-1])`` fp32, as ``shared_expand`` wrote it, which is read where a row has a basis; empty if it is not to
-be added. The plan is an own plan.
+``v``: as ``shrink`` or ``lookup`` wrote it; empty if no adapter of the batch has an own pair here. ``addend``: ``(N,
+slice_offsets[-1])`` fp32, as ``shared_expand`` wrote it, which is read where a row has a basis; empty if there is
+nothing to add. The plan is an own plan.
 """

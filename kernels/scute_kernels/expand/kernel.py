@@ -43,7 +43,7 @@ def _entry(
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether a ``delta`` is added; from which block of ``h`` it comes;
+    """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether it has an ``addend``; from which block of ``h`` it comes;
     whether there is anything to do. No part at or beyond ``n_tiles``, no pair without scratch."""
     first = routes_ptr + (tile.to(tl.int64) * sites + first_site) * FIELDS
     entry = first + slice_number * FIELDS
@@ -82,7 +82,7 @@ def _planes(v_ptr, r, within, plane_stride, SPLIT: tl.constexpr):
 def _expand_rows(
     h_ptr,
     v_ptr,
-    delta_ptr,
+    addend_ptr,
     tiles_ptr,
     routes_ptr,
     arena_ptr,
@@ -91,7 +91,7 @@ def _expand_rows(
     n_tiles,
     h_block_stride,
     h_stride,
-    delta_stride,
+    addend_stride,
     slice_stride,
     row_stride,
     plane_stride,
@@ -123,7 +123,7 @@ def _expand_rows(
         routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
     )
     if (row >= 0) & any_part:
-        # The adapter's own memory is read while the kernel before this one may be at work; h, v and delta are not.
+        # The adapter's own memory is read while the kernel before this one may be at work; h, v and addend are not.
         r = tl.arange(0, BLOCK_RANK)
         b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
         b = tl.load(
@@ -137,8 +137,8 @@ def _expand_rows(
         h = tl.load(h_pointers + block * h_block_stride, mask=n_live, other=0.0).to(tl.float32)
         total = h + h * scale_vector + bias_vector
         if SHARED:
-            delta_pointers = delta_ptr + row.to(tl.int64) * delta_stride + begin + n
-            total += tl.load(delta_pointers, mask=n_live & shared, other=0.0)
+            addend_pointers = addend_ptr + row.to(tl.int64) * addend_stride + begin + n
+            total += tl.load(addend_pointers, mask=n_live & shared, other=0.0)
         if OWN:
             v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
             v = _planes(v_row, r, r < rank, plane_stride, SPLIT)
@@ -159,7 +159,7 @@ def _expand_rows(
 def _expand_tiles(
     h_ptr,
     v_ptr,
-    delta_ptr,
+    addend_ptr,
     tiles_ptr,
     routes_ptr,
     arena_ptr,
@@ -168,7 +168,7 @@ def _expand_tiles(
     n_tiles,
     h_block_stride,
     h_stride,
-    delta_stride,
+    addend_stride,
     max_rank,
     row_stride,
     plane_stride,
@@ -226,8 +226,8 @@ def _expand_tiles(
             total += h + h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :]
             total += _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]
             if SHARED:
-                delta_pointers = delta_ptr + rows[:, None] * delta_stride + begin + n[None, :]
-                total += tl.load(delta_pointers, mask=h_mask & shared, other=0.0)
+                addend_pointers = addend_ptr + rows[:, None] * addend_stride + begin + n[None, :]
+                total += tl.load(addend_pointers, mask=h_mask & shared, other=0.0)
             tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
 
         tile += tl.num_programs(1)
@@ -240,7 +240,7 @@ def _expand_tiles(
 def expand(
     h: torch.Tensor,
     v: torch.Tensor,
-    delta: torch.Tensor,
+    addend: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
     tile_rows: int,
@@ -250,7 +250,7 @@ def expand(
     parameters: launch.Expand | None = None,
 ) -> None:
     """``parameters``: those of the table if not given."""
-    own, shared = v.numel() > 0, delta.numel() > 0
+    own, shared = v.numel() > 0, addend.numel() > 0
     blocks, rows, _ = h.shape
     split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
     plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
@@ -263,7 +263,7 @@ def expand(
         _expand_rows[(column_blocks, n_tiles)](
             h,
             v,
-            delta,
+            addend,
             tiles,
             routes,
             arena,
@@ -272,7 +272,7 @@ def expand(
             n_tiles,
             h.stride(0),
             h.stride(1),
-            delta.stride(0),
+            addend.stride(0),
             slice_stride,
             row_stride,
             plane_stride,
@@ -296,7 +296,7 @@ def expand(
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         v,
-        delta,
+        addend,
         tiles,
         routes,
         arena,
@@ -305,7 +305,7 @@ def expand(
         n_tiles,
         h.stride(0),
         h.stride(1),
-        delta.stride(0),
+        addend.stride(0),
         max_rank,
         row_stride,
         plane_stride,

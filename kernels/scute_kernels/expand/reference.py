@@ -14,7 +14,7 @@ from scute_kernels.table import BASIS, BIAS, RANK, ROTATION, SCALE, B, part
 def expand(
     h: torch.Tensor,
     v: torch.Tensor,
-    delta: torch.Tensor,
+    addend: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
     tile_rows: int,
@@ -27,7 +27,7 @@ def expand(
         for i, (begin, end) in enumerate(pairwise(slice_offsets)):
             fields = routes[tile, first_site + i].tolist()
             rank = fields[RANK] if v.numel() else 0
-            shared = delta.numel() > 0 and fields[BASIS] >= 0
+            shared = addend.numel() > 0 and fields[BASIS] >= 0
             moved = i > 0 and h.shape[0] > 1 and (transformed[0] or transformed[i])
             if fields[SCALE] < 0 and fields[BIAS] < 0 and not (rank or shared or moved):
                 continue
@@ -40,5 +40,5 @@ def expand(
             if rank:
                 total += v[:, rows, i, :rank].sum(0) @ part(arena, fields[B], rank, end - begin).float()
             if shared:
-                total += delta[rows, begin:end]
+                total += addend[rows, begin:end]
             h[0, rows, begin:end] = total.to(h.dtype)

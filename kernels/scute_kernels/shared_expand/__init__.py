@@ -15,8 +15,9 @@ shared_expand = register(
 it is multiplied.
 
 With ``add``, ``out <- out + `` that, in fp32 and rounded once: ``out`` is the output of the base layer, after
-``expand``, since ``s`` must not scale what is added here. Without, ``out <- `` that: ``out`` is fp32, and ``expand``
-adds it; it needs nothing of the base layer, so it can be computed meanwhile. What is not mentioned keeps its bits.
+``expand``, since ``s`` must not scale what is added here. Without, ``out <- `` that: ``out`` is fp32, the ``addend``
+of ``expand``; it needs nothing of the base layer, so it can be computed meanwhile. What is not mentioned keeps its
+bits.
 
 ``out``: ``(N, slice_offsets[-1])``, last stride 1; slice ``i`` is ``out[:, slice_offsets[i] : slice_offsets[i + 1]]``,
 its parts are those of site ``first_site + i``. ``slice_offsets`` begins with 0. ``u``: as ``shared_shrink`` wrote it.
