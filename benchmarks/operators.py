@@ -171,7 +171,7 @@ class Case:
 
     @property
     def wide(self) -> bool:
-        """Whether ``h`` has a block for the inputs of each slice, from which ``expand`` takes the columns of the slice."""
+        """Whether ``h`` has a block for the inputs of each slice, from which ``expand`` takes its columns."""
         return self.batch.phase == DECODE and self.block > 0 and self.n_slices > 1
 
     @property

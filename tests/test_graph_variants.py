@@ -1,0 +1,167 @@
+"""The operators of a decode graph serve every batch that is sent to it: as captured, eagerly, and as a prefill."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from scute_converter.normal_form import Basis, NormalForm, Pair, Rotation, SharedPair
+
+pytest.importorskip("sglang")
+from scute_patches import sgl_kernel  # SGLang's layers need it on a CPU
+
+sgl_kernel.install()
+
+from sglang.srt.layers.linear import ReplicatedLinear  # noqa: E402
+
+from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
+    OWN_VARIANT,
+    ROTATE_UNFUSED_VARIANT,
+    ROTATE_VARIANT,
+    SHARED_VARIANT,
+)
+from scute_sglang import backend as backend_module  # noqa: E402
+from scute_sglang.backend import Batch, ScuteLoRABackend, decode_variant  # noqa: E402
+from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
+from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
+from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
+from scute_sglang.sites import SiteMap  # noqa: E402
+
+IN, WIDTHS = 24, (18, 10, 7, 13)  # of four sites: three of a fused layer, and one of a layer of its own
+MODULE_OF_SITE = (0, 0, 0, 1)
+RANK = 5
+BASIS = Basis(torch.randn(RANK, IN), torch.randn(RANK, max(WIDTHS)))
+PACKED_BASIS = pack_basis("basis", BASIS, torch.float32)
+SLOTS, CPU = 8, torch.device("cpu")
+
+
+def forms_of(kind: str) -> dict[int, NormalForm]:
+    """By site. (IA)3 scales outputs of the fused layer and inputs of the other; OFT leaves one slice as it is."""
+
+    def pair(site: int) -> NormalForm:
+        return NormalForm(IN, WIDTHS[site], pair=Pair(torch.randn(3, IN), torch.randn(3, WIDTHS[site])))
+
+    def shared(site: int) -> NormalForm:
+        parts = SharedPair("basis", torch.randn(RANK), torch.randn(WIDTHS[site]))
+        return NormalForm(IN, WIDTHS[site], shared=parts)
+
+    def rotated(site: int, block: int) -> NormalForm:
+        return NormalForm(IN, WIDTHS[site], rotation=Rotation(torch.randn(IN // block, block, block)))
+
+    scaled = NormalForm(IN, WIDTHS[1], scale_delta=torch.randn(WIDTHS[1]))
+    match kind:
+        case "lora":
+            return {site: pair(site) for site in (0, 2, 3)}
+        case "vera":
+            return {site: shared(site) for site in (0, 1, 3)}
+        case "ia3":
+            return {1: scaled, 3: rotated(3, 1)}
+        case "oft":
+            return {site: rotated(site, 6) for site in (0, 2, 3)}
+        case "oft of v":
+            return {2: rotated(2, 4)}
+    raise ValueError(kind)
+
+
+def loaded(kind: str, forms: dict[int, NormalForm]) -> LoadedAdapter:
+    packed = pack_adapter(kind, forms, {}, [f"site {i}" for i in range(len(WIDTHS))], torch.float32)
+    vera = kind == "vera"
+    return LoadedAdapter(
+        uid=kind,
+        name=kind,
+        method=kind,
+        content=kind,
+        packed=packed,
+        bases={"basis": PACKED_BASIS} if vera else {},
+        basis_views={"basis": ("basis", 0)} if vera else {},
+        module_of_site=MODULE_OF_SITE,
+    )
+
+
+def layer(backend: ScuteLoRABackend, number: int) -> ScuteLayer:
+    """Of the sites with this number in ``MODULE_OF_SITE``."""
+    widths = [width for width, module in zip(WIDTHS, MODULE_OF_SITE, strict=True) if module == number]
+    linear = ReplicatedLinear(IN, sum(widths), bias=False, params_dtype=torch.float32)
+    linear.weight.data.normal_()
+    wrapper = wrap(linear, backend)
+    assert wrapper is not None
+    wrapper.set_slices(widths)
+    wrapper.module_index, wrapper.first_site = number, MODULE_OF_SITE.index(number)
+    return wrapper
+
+
+def dense(wrapper: ScuteLayer, forms: dict[int, NormalForm], x: torch.Tensor) -> torch.Tensor:
+    """The adapted output ``(out,)`` of one input ``(in,)``, by the formula."""
+    outputs = []
+    for i, (start, stop) in enumerate(pairwise(wrapper.slice_offsets)):
+        form = forms.get(wrapper.first_site + i, NormalForm(IN, stop - start))
+        inputs = x if form.rotation is None else x + x @ torch.block_diag(*form.rotation.delta)
+        output = wrapper.base_layer.weight[start:stop] @ inputs
+        if form.scale_delta is not None:
+            output = output * (1 + form.scale_delta)
+        if form.pair is not None:
+            output = output + x @ form.pair.a.T @ form.pair.b
+        if form.shared is not None:
+            product = (x @ BASIS.a.T * form.shared.d) @ BASIS.b[:, : stop - start]
+            output = output + product * form.shared.e
+        outputs.append(output)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "variant"),
+    [
+        (["lora"], OWN_VARIANT),
+        (["lora", "vera"], SHARED_VARIANT),
+        (["lora", "vera", "ia3"], ROTATE_UNFUSED_VARIANT),
+        (["ia3"], ROTATE_UNFUSED_VARIANT),
+        (["lora", "vera", "ia3", "oft", "oft of v"], ROTATE_VARIANT),
+        (["oft of v"], ROTATE_VARIANT),
+    ],
+)
+@torch.no_grad()
+def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph that is captured for it, in an eager decode and in a prefill."""
+    torch.manual_seed(0)
+    backend = ScuteLoRABackend(SLOTS, CPU)
+    layers = [layer(backend, number) for number in (0, 1)]
+    forms = {kind: forms_of(kind) for kind in kinds}
+    adapters = {kind: loaded(kind, forms[kind]) for kind in kinds}
+    pool = ScuteMemoryPool(torch.zeros(len(WIDTHS), 2, dtype=torch.int64), SLOTS, torch.float32, CPU, 1 << 20, "lru")
+    pool.bring_in(kinds, adapters)
+    backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=32)
+    assert decode_variant(adapters.values()) == variant
+
+    owners = [None, *kinds, None, kinds[0]]
+    slots = [-1 if owner is None else pool.get_buffer_id(owner) for owner in owners]
+    x = torch.randn(len(owners), IN)
+
+    def forward(wrapper: ScuteLayer, beside: bool) -> torch.Tensor:
+        counts = [1] * len(slots)
+        backend.batch_info = Batch(
+            plans=backend._eager_plans(slots, counts),
+            slots=slots,
+            counts=counts,
+            adapters={slot: pool.resident(slot) for slot in set(slots) - {-1}},
+            use_cuda_graph=False,
+            is_prefill=not beside,
+            beside=beside,
+        )
+        return backend.adapted(wrapper, x, lambda rows: rows @ wrapper.base_layer.weight.T, None)
+
+    for wrapper in layers:
+        found = {"prefill": forward(wrapper, beside=False), "decode": forward(wrapper, beside=True)}
+        with monkeypatch.context() as patch:
+            patch.setattr(backend_module, "get_is_capture_mode", lambda: True)
+            patch.setattr(backend_module, "get_capture_lora_variant", lambda: variant)
+            found["graph"] = forward(wrapper, beside=True)
+        rows = [
+            dense(wrapper, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)
+        ]
+        for name, output in found.items():
+            # sums of some 30 products of about 5, and values of up to 100, in fp32
+            torch.testing.assert_close(
+                output, torch.stack(rows), rtol=1e-5, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+            )
