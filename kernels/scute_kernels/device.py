@@ -1,4 +1,4 @@
-"""Functions of the kernels: reading the plan and the table on the device."""
+"""Functions of the kernels: reading the plan and the table on the device, and the product of the expands."""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -77,3 +77,41 @@ def known_multiple(value, STEP: tl.constexpr):
     ``tl.multiple_of`` marks the operation that made the value, hence every other use of it too.
     """
     return value // STEP * STEP
+
+
+@triton.jit
+def planes_product(
+    v_rows,
+    max_rank,
+    plane_stride,
+    b_ptr,
+    b_stride,
+    rank,
+    live,
+    n,
+    n_live,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+):
+    """``v b``, ``(ROWS, BLOCK_OUT)`` fp32, the planes of ``v`` summed and rounded to the dtype of ``b`` first.
+
+    ``v_rows``: pointers to the rows of the first plane, ``(ROWS, 1)``, which are R wide, ``max_rank``; only those that
+    are ``live`` are read. ``n``: the columns of ``b``, of which ``n_live`` exist.
+    """
+    total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    for first_rank in range(0, rank, BLOCK_RANK):
+        r = first_rank + tl.arange(0, BLOCK_RANK)
+        b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
+        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+        # Reading past the rank keeps the loads wide; what lies there is not used.
+        v_pointers = v_rows + r[None, :]
+        mask = live[:, None] & (r < max_rank)[None, :]
+        v = tl.load(v_pointers, mask=mask, other=0.0)
+        for _ in tl.static_range(1, SPLIT):
+            v_pointers += plane_stride
+            v += tl.load(v_pointers, mask=mask, other=0.0)
+        v = tl.where((r < rank)[None, :], v, 0.0)
+        total = tl.dot(v.to(b.dtype), b, total, input_precision="ieee")
+    return total

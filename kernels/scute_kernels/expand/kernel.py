@@ -26,6 +26,7 @@ from scute_kernels.device import (
     SCALE,
     B,
     known_multiple,
+    planes_product,
     rows_of_tile,
     slice_of_block,
 )
@@ -202,26 +203,24 @@ def _expand_tiles(
             live = rows >= 0
             h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
             h_mask = live[:, None] & n_live[None, :]
-            total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
             if OWN:
-                b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
-                v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
-                for first_rank in range(0, rank, BLOCK_RANK):
-                    r = first_rank + tl.arange(0, BLOCK_RANK)
-                    b = tl.load(
-                        b_ptr + r[:, None].to(tl.int64) * width + n[None, :],
-                        mask=(r < rank)[:, None] & n_live[None, :],
-                        other=0.0,
-                    )
-                    # The scratch is R wide: reading past the rank keeps the loads wide; what lies there is not used.
-                    pointers = v_rows + r[None, :]
-                    mask = live[:, None] & (r < max_rank)[None, :]
-                    v = tl.load(pointers, mask=mask, other=0.0)
-                    for _ in tl.static_range(1, SPLIT):
-                        pointers += plane_stride
-                        v += tl.load(pointers, mask=mask, other=0.0)
-                    v = tl.where((r < rank)[None, :], v, 0.0)
-                    total = tl.dot(v.to(b.dtype), b, total, input_precision="ieee")
+                total = planes_product(
+                    v_ptr + slice_number * max_rank + rows[:, None] * row_stride,
+                    max_rank,
+                    plane_stride,
+                    arena_ptr + known_multiple(b_offset, VECTOR),
+                    width,
+                    rank,
+                    live,
+                    n,
+                    n_live,
+                    SPLIT,
+                    ROWS,
+                    BLOCK_RANK,
+                    BLOCK_OUT,
+                )
+            else:
+                total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
             h = tl.load(h_pointers + block * h_block_stride, mask=h_mask, other=0.0).to(tl.float32)
             total += h + h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :]
             total += _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]

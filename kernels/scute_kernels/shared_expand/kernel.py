@@ -27,6 +27,7 @@ from scute_kernels.device import (
     SHARED_RANK,
     E,
     known_multiple,
+    planes_product,
     rows_of_tile,
     slice_of_block,
     slots_of_tile,
@@ -35,40 +36,6 @@ from scute_kernels.device import (
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
 # does not take the registers, hence the occupancy, of the other.
 UNALIGNED_BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def _product(
-    u_rows,
-    max_rank,
-    plane_stride,
-    b_ptr,
-    b_stride,
-    rank,
-    live,
-    n,
-    n_live,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-):
-    """``u b``, ``(ROWS, BLOCK_OUT)`` fp32. ``u_rows``: pointers to the rows, ``(ROWS, 1)``; ``max_rank``: R."""
-    total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-    for first_rank in range(0, rank, BLOCK_RANK):
-        r = first_rank + tl.arange(0, BLOCK_RANK)
-        b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
-        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-        # The scratch is R wide: reading past the rank keeps the loads wide, and what lies there is not used.
-        u_pointers = u_rows + r[None, :]
-        mask = live[:, None] & (r < max_rank)[None, :]
-        u = tl.load(u_pointers, mask=mask, other=0.0)
-        for _ in tl.static_range(1, SPLIT):
-            u_pointers += plane_stride
-            u += tl.load(u_pointers, mask=mask, other=0.0)
-        u = tl.where((r < rank)[None, :], u, 0.0)
-        total = tl.dot(u.to(b.dtype), b, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -131,7 +98,7 @@ def _shared_expand(
             e = tl.load(e_pointers, mask=scaled[:, None] & n_live[None, :], other=1.0)
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                total = _product(
+                total = planes_product(
                     u_rows,
                     max_rank,
                     plane_stride,
@@ -147,7 +114,7 @@ def _shared_expand(
                     BLOCK_OUT,
                 )
             else:
-                total = _product(
+                total = planes_product(
                     u_rows,
                     max_rank,
                     plane_stride,
