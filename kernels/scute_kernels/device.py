@@ -1,4 +1,4 @@
-"""Functions of the kernels: reading the plan and the table on the device, and the product of the expands."""
+"""Functions of the kernels: reading the plan and the table on the device, and the products of tiles."""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -77,6 +77,33 @@ def known_multiple(value, STEP: tl.constexpr):
     ``tl.multiple_of`` marks the operation that made the value, hence every other use of it too.
     """
     return value // STEP * STEP
+
+
+@triton.jit
+def features_product(
+    x_rows,
+    a_ptr,
+    a_stride,
+    r,
+    rank,
+    live,
+    first,
+    last,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``x a^T`` over the features from ``first`` to ``last``, ``(ROWS, BLOCK_RANK)`` fp32. ``x_rows``: pointers to the
+    rows, ``(ROWS, 1)``, of which those that are ``live`` are read; ``r``: the ranks."""
+    a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
+    total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+    for start in tl.range(first, last, BLOCK_IN, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_IN)
+        a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
+        x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    return total
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from scute_kernels.device import (
     SHARED_FIELDS,
     SHARED_RANK,
     D,
+    features_product,
     known_multiple,
     rows_of_tile,
     slots_of_tile,
@@ -32,32 +33,6 @@ from scute_kernels.device import (
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
 # does not take the registers, hence the occupancy, of the other.
 UNALIGNED_BLOCK = tl.constexpr(32)
-
-
-@triton.jit
-def _product(
-    x_rows,
-    a_ptr,
-    a_stride,
-    r,
-    rank,
-    live,
-    first,
-    last,
-    ROWS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-):
-    """``x a^T`` over the features from ``first`` to ``last``, ``(ROWS, BLOCK_RANK)`` fp32. ``x_rows``: pointers to the
-    rows, ``(ROWS, 1)``; ``r``: the ranks."""
-    a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
-    total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for start in range(first, last, BLOCK_IN):
-        k = start + tl.arange(0, BLOCK_IN)
-        a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
-        x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
-    return total
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
@@ -84,6 +59,7 @@ def _shared_shrink(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     slice_number = tl.program_id(1) // split
     share = tl.program_id(1) % split
@@ -116,7 +92,7 @@ def _shared_shrink(
         r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
         x_rows = x_ptr + rows[:, None] * x_stride
         if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-            product = _product(
+            product = features_product(
                 x_rows,
                 arena_ptr + known_multiple(offset, VECTOR),
                 known_multiple(stride, VECTOR),
@@ -128,9 +104,10 @@ def _shared_shrink(
                 ROWS,
                 BLOCK_RANK,
                 BLOCK_IN,
+                STAGES,
             )
         else:
-            product = _product(
+            product = features_product(
                 x_rows,
                 arena_ptr + offset,
                 stride,
@@ -142,6 +119,7 @@ def _shared_shrink(
                 ROWS,
                 BLOCK_RANK,
                 UNALIGNED_BLOCK,
+                STAGES,
             )
 
         basis = tl.load(route + SHARED_BASIS)
@@ -196,6 +174,6 @@ def shared_shrink(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
+        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from scute_kernels import launch
-from scute_kernels.device import FIELDS, RANK, A, known_multiple, rows_of_tile
+from scute_kernels.device import FIELDS, RANK, A, features_product, known_multiple, rows_of_tile
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
@@ -63,11 +63,11 @@ def _shrink(
         rank = tl.load(entry + RANK).to(tl.int32)
         a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
         r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
-        a_rows = a_ptr + r[:, None].to(tl.int64) * in_features
         out_ptr = v_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
         if ROWS == 1:
             row = tl.load(tiles_ptr + tile * WIDTH).to(tl.int64)
             x_row = x_ptr + row * x_stride
+            a_rows = a_ptr + r[:, None].to(tl.int64) * in_features
             total = tl.zeros((BLOCK_RANK, BLOCK_IN), tl.float32)
             for feature in tl.range(first_feature, last_feature, BLOCK_IN, num_stages=STAGES):
                 k = feature + tl.arange(0, BLOCK_IN)
@@ -79,13 +79,20 @@ def _shrink(
         else:
             rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
             live = rows >= 0
-            x_rows = x_ptr + rows[:, None] * x_stride
-            total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-            for feature in tl.range(first_feature, last_feature, BLOCK_IN, num_stages=STAGES):
-                k = feature + tl.arange(0, BLOCK_IN)
-                a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last_feature)[None, :], other=0.0)
-                x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last_feature)[None, :], other=0.0)
-                total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+            total = features_product(
+                x_ptr + rows[:, None] * x_stride,
+                a_ptr,
+                in_features,
+                r,
+                rank,
+                live,
+                first_feature,
+                last_feature,
+                ROWS,
+                BLOCK_RANK,
+                BLOCK_IN,
+                STAGES,
+            )
             out_rows = out_ptr + rows[:, None] * row_stride
             tl.store(out_rows + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
 
