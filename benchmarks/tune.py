@@ -39,7 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from multiprocessing import get_context
@@ -60,6 +60,7 @@ from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
+from scute_kernels.stream import on_stream
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
 
@@ -385,17 +386,6 @@ def side_streams() -> Sequence[torch.cuda.Stream]:
     """For own pairs, and for shared bases. Made once: torch gives out the same few streams again and again, that of the
     graphs among them."""
     return [torch.cuda.Stream() for _ in range(2)]
-
-
-@contextmanager
-def on_stream(side: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launches within go to ``side``, after what the current stream holds so far; ``None``: to the current stream."""
-    if side is None:
-        yield
-        return
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        yield
 
 
 class Step:

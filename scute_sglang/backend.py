@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -39,6 +38,7 @@ from scute_kernels.shared_expand import shared_expand
 from scute_kernels.shared_route import shared_route
 from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
+from scute_kernels.stream import on_stream
 from scute_kernels.table import FIELDS, SHARED_FIELDS
 from scute_patches.decode_cuda_graph_runner import (
     OWN_VARIANT,
@@ -442,14 +442,3 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
 def next_power_of_2(rank: int) -> int:
     """At least ``rank``, and 16."""
     return max(16, 1 << (rank - 1).bit_length())
-
-
-@contextmanager
-def on_stream(side: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launches within go to ``side``, after what the current stream holds so far; ``None``: to the current stream."""
-    if side is None:
-        yield
-        return
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        yield

@@ -108,6 +108,16 @@ class LoadedAdapter:
         return {self.content: self.packed.block, **{key: basis.block for key, basis in self.bases.items()}}
 
 
+def needs(adapters: Collection[LoadedAdapter]) -> tuple[dict[str, int], set[str]]:
+    """What the adapters need together: arena blocks, key to elements, and views of shared bases."""
+    blocks: dict[str, int] = {}
+    views: set[str] = set()
+    for adapter in adapters:
+        blocks.update(adapter.blocks)
+        views.update(adapter.basis_views)
+    return blocks, views
+
+
 class ScuteMemoryPool(LoRAMemoryPool):
     """Takes the place of SGLang's pool: the same slots and eviction policies, but memory is one arena.
 
@@ -205,24 +215,19 @@ class ScuteMemoryPool(LoRAMemoryPool):
         return groups
 
     def _fits(self, adapters: Collection[LoadedAdapter]) -> bool:
-        blocks: dict[str, int] = {}
-        views: set[str] = set()
-        for adapter in adapters:
-            blocks.update(adapter.blocks)
-            views.update(adapter.basis_views)
+        blocks, views = needs(adapters)
         return len(views) <= self.bases.shape[0] and self.arena.fits(blocks)
 
     def _has_room(self, new: list[LoadedAdapter]) -> bool:
         """Whether these fit beside the resident ones; of those only the sums count, since there may be thousands."""
         if len(self._resident) + len(new) > self.max_loras_per_batch:
             return False
-        blocks: dict[str, int] = {}
-        views = set(self._basis_rows)
-        for adapter in new:
-            blocks.update(adapter.blocks)
-            views.update(adapter.basis_views)
+        blocks, views = needs(new)
         missing = (elements for key, elements in blocks.items() if key not in self.arena)
-        return len(views) <= self.bases.shape[0] and sum(map(self.arena.footprint, missing)) <= self.arena.free
+        return (
+            len(views | self._basis_rows.keys()) <= self.bases.shape[0]
+            and sum(map(self.arena.footprint, missing)) <= self.arena.free
+        )
 
     def _place(self, adapter: LoadedAdapter) -> None:
         for key, block in adapter.host_blocks.items():

@@ -80,6 +80,21 @@ def known_multiple(value, STEP: tl.constexpr):
 
 
 @triton.jit
+def features_of_share(share, split, in_features, BLOCK_IN: tl.constexpr):
+    """First feature of one of ``split`` shares of the features, and the end: whole blocks, but for the last share."""
+    width = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
+    return share * width, tl.minimum(share * width + width, in_features)
+
+
+@triton.jit
+def piece_of_tiles(piece, tiles, blocks, ends):
+    """Tile and block of ranks of the n-th of all blocks. ``tiles``: numbers; ``blocks``: how many each has; ``ends``:
+    their running sum."""
+    tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
+    return tile, piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+
+
+@triton.jit
 def features_product(
     x_rows,
     a_ptr,

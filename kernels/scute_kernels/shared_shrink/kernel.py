@@ -24,8 +24,10 @@ from scute_kernels.device import (
     SHARED_FIELDS,
     SHARED_RANK,
     D,
+    features_of_share,
     features_product,
     known_multiple,
+    piece_of_tiles,
     rows_of_tile,
     slots_of_tile,
 )
@@ -63,9 +65,7 @@ def _shared_shrink(
 ):
     slice_number = tl.program_id(1) // split
     share = tl.program_id(1) % split
-    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
-    first_feature = share * width_of_share
-    last_feature = tl.minimum(first_feature + width_of_share, in_features)
+    first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
     site = first_site + slice_number
 
     tiles = tl.arange(0, TILES)
@@ -81,8 +81,7 @@ def _shared_shrink(
     ends = tl.cumsum(blocks, axis=0)
 
     for piece in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
-        tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
-        block = piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+        tile, block = piece_of_tiles(piece, tiles, blocks, ends)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
         route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
         rank = tl.load(route + SHARED_RANK).to(tl.int32)

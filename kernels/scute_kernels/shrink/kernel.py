@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from scute_kernels import launch
-from scute_kernels.device import FIELDS, RANK, A, features_product, known_multiple, rows_of_tile
+from scute_kernels.device import (
+    FIELDS,
+    RANK,
+    A,
+    features_of_share,
+    features_product,
+    known_multiple,
+    piece_of_tiles,
+    rows_of_tile,
+)
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
@@ -46,9 +55,7 @@ def _shrink(
 ):
     slice_number = tl.program_id(1) // split
     share = tl.program_id(1) % split
-    width_of_share = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
-    first_feature = share * width_of_share
-    last_feature = tl.minimum(first_feature + width_of_share, in_features)
+    first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
     site = first_site + slice_number
 
     tiles = tl.arange(0, TILES)
@@ -57,8 +64,7 @@ def _shrink(
     ends = tl.cumsum(blocks, axis=0)
 
     for pair in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
-        tile = tl.sum((ends <= pair).to(tl.int32), axis=0)
-        block = pair - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+        tile, block = piece_of_tiles(pair, tiles, blocks, ends)
         entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
         rank = tl.load(entry + RANK).to(tl.int32)
         a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
