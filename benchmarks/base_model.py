@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,6 +16,9 @@ from shapes import ModelShape
 def write_base(path: Path, shape: ModelShape, device: str = "cuda") -> None:
     """A random Llama in fp16 with unit-gain layers and clearly peaked predictions, made on ``device``."""
     tokenizer = write_tokenizer(path)
+    special: dict[str, Any] = {
+        f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")
+    }
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -24,11 +28,9 @@ def write_base(path: Path, shape: ModelShape, device: str = "cuda") -> None:
         head_dim=shape.head_dim,
         vocab_size=shape.vocabulary,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special,
         dtype="float16",
     )
     torch.set_default_dtype(torch.float16)

@@ -18,6 +18,7 @@ import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -86,7 +87,7 @@ class Reference:
 
     @torch.no_grad()
     def log_probabilities(self, adapter: str | None, sequences: list[list[int]]) -> list[torch.Tensor]:
-        model = self.model
+        model: Any = self.model
         if adapter is not None:
             model = PeftModel.from_pretrained(self.model, str(self.adapters / adapter)).eval()
         found = []

@@ -79,7 +79,8 @@ def fp8_blocks(weight: torch.Tensor, _: torch.Generator) -> tuple[dict[str, torc
 
 
 def awq(weight: torch.Tensor, generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    return random_awq(*weight.shape, generator)
+    outputs, inputs = weight.shape
+    return random_awq(outputs, inputs, generator)
 
 
 def gptq(weight: torch.Tensor, _: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

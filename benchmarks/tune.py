@@ -70,7 +70,7 @@ REPLAYS = 15
 
 # --- what is tried ---------------------------------------------------------------------------------------------------
 
-Parameters = launch.Shrink | launch.Expand
+Parameters = launch.Shrink | launch.Expand | launch.SharedExpand
 
 
 def shrinks(start: launch.Shrink, **options: Sequence[Any]) -> list[launch.Shrink]:
@@ -95,7 +95,7 @@ ROW_SHRINKS = [
         (16, 256, 4, 3),
     )
 ]
-ROW_EXPAND = launch.Expand(block_rank=16, block_out=128, tile_programs=1, num_warps=1, num_stages=1, pdl=False)
+ROW_EXPAND = launch.Expand(block_rank=16, block_out=128, run=1, tile_programs=1, num_warps=1, num_stages=1, pdl=False)
 ROW_EXPANDS = [
     replace(ROW_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
     for block_rank, block_out, num_warps in (
@@ -112,46 +112,59 @@ ROW_EXPANDS = [
 ]
 TILE_SHRINK = launch.Shrink(block_rank=16, block_in=256, share=2048, programs=396, num_warps=4, num_stages=3)
 TILE_SHRINKS = shrinks(TILE_SHRINK, block_in=(128,), block_rank=(32,), num_warps=(2,))
-TILE_EXPAND = launch.Expand(block_rank=16, block_out=128, tile_programs=16, num_warps=4, num_stages=1, pdl=False)
+TILE_EXPAND = launch.Expand(block_rank=16, block_out=128, run=1, tile_programs=32, num_warps=4, num_stages=1, pdl=False)
 TILE_EXPANDS = [
-    replace(TILE_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
-    for block_rank, block_out, num_warps in (
-        (16, 128, 4),
-        (16, 64, 4),
-        (16, 64, 2),
-        (16, 256, 4),
-        (16, 256, 8),
-        (32, 128, 4),
-        (64, 128, 4),
+    replace(
+        TILE_EXPAND, block_rank=block_rank, block_out=block_out, run=run, num_warps=num_warps, num_stages=num_stages
+    )
+    for block_rank, block_out, run, num_warps, num_stages in (
+        (16, 128, 1, 4, 1),
+        (16, 64, 1, 2, 1),
+        (16, 256, 1, 4, 1),
+        (16, 256, 1, 8, 1),
+        (64, 128, 1, 4, 1),
+        (16, 128, 4, 4, 2),
+        (16, 128, 4, 4, 3),
+        (64, 128, 4, 4, 3),
     )
 ]
-PREFILL_SHRINK = launch.Shrink(block_rank=64, block_in=64, share=16384, programs=1056, num_warps=4, num_stages=4)
+PREFILL_SHRINK = launch.Shrink(block_rank=32, block_in=128, share=16384, programs=1056, num_warps=4, num_stages=3)
 PREFILL_SHRINKS = [
     replace(PREFILL_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
     for block_rank, block_in, num_warps, num_stages in (
         (64, 64, 4, 4),
-        (64, 128, 4, 3),
         (64, 128, 8, 3),
         (32, 128, 4, 3),
-        (32, 64, 4, 4),
+        (32, 128, 4, 4),
         (16, 128, 4, 3),
         (16, 128, 4, 4),
-        (16, 256, 4, 3),
     )
 ]
-PREFILL_EXPAND = launch.Expand(block_rank=64, block_out=128, tile_programs=1024, num_warps=8, num_stages=1, pdl=False)
+PREFILL_EXPAND = launch.Expand(
+    block_rank=64, block_out=64, run=8, tile_programs=64, num_warps=4, num_stages=3, pdl=False
+)
 PREFILL_EXPANDS = [
-    replace(PREFILL_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps)
-    for block_rank, block_out, num_warps in (
-        (64, 128, 8),
-        (64, 128, 4),
-        (64, 64, 4),
-        (32, 128, 8),
-        (32, 128, 4),
-        (32, 64, 4),
-        (16, 128, 4),
-        (16, 128, 8),
-        (16, 256, 8),
+    replace(PREFILL_EXPAND, block_out=block_out, run=run, num_warps=num_warps, num_stages=num_stages)
+    for block_out, run, num_warps, num_stages in (
+        (64, 8, 4, 3),
+        (64, 8, 4, 4),
+        (64, 8, 4, 2),
+        (64, 16, 4, 3),
+        (128, 4, 4, 2),
+        (128, 8, 8, 3),
+    )
+]
+PREFILL_SHARED_EXPAND = launch.SharedExpand(
+    block_rank=256, block_out=64, run=8, tile_programs=16, num_warps=8, num_stages=2
+)
+PREFILL_SHARED_EXPANDS = [
+    replace(PREFILL_SHARED_EXPAND, block_out=block_out, run=run, num_warps=num_warps, num_stages=num_stages)
+    for block_out, run, num_warps, num_stages in (
+        (64, 8, 8, 2),
+        (64, 8, 8, 3),
+        (32, 16, 4, 2),
+        (32, 16, 4, 3),
+        (64, 8, 4, 2),
     )
 ]
 SHARED_SHRINKS = [
@@ -166,7 +179,7 @@ SHARED_SHRINKS = [
         (64, 128, 4, 4),
     )
 ]
-SHARED_EXPAND = launch.Expand(block_rank=256, block_out=64, tile_programs=4, num_warps=8, num_stages=1, pdl=False)
+SHARED_EXPAND = launch.SharedExpand(block_rank=256, block_out=64, run=1, tile_programs=4, num_warps=8, num_stages=1)
 SHARED_EXPANDS = [
     replace(SHARED_EXPAND, block_rank=block_rank, block_out=block_out, num_warps=num_warps, num_stages=num_stages)
     for block_rank, block_out, num_warps, num_stages in (
@@ -186,6 +199,7 @@ SHARES = (1024, 2048, 4096, 16384)
 SHARED_SHARES = (1024, 2048, 4096, 8192, 16384)  # large ones too: every program of shared_expand reads all planes
 PROGRAMS = (264, 396, 792, 1584)
 TILE_PROGRAMS = (1, 4, 32)
+MANY_TILE_PROGRAMS = (8, 32, 64, 128)
 
 
 R16, R64, R256 = Method("LoRA r16", 16), Method("LoRA r64", 64), Method("LoRA r256", 256)
@@ -307,7 +321,7 @@ class TunedSites(Sites):
         )
         return Scratch(v, u, self._addend())
 
-    def _delta(self) -> torch.Tensor:
+    def _addend(self) -> torch.Tensor:
         return torch.empty((self.n_rows, self.offsets[-1]) if self.beside else 0, device=DEVICE)
 
     def own_before(self, layer: int, scratch: Scratch, setting: Setting) -> None:
@@ -378,7 +392,7 @@ class Setting:
     shrink: launch.Shrink
     expand: launch.Expand
     shared_shrink: launch.Shrink = TILE_SHRINK
-    shared_expand: launch.Expand = SHARED_EXPAND
+    shared_expand: launch.SharedExpand = SHARED_EXPAND
 
 
 @cache
@@ -594,15 +608,17 @@ def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) 
     shared_decode = kind == "shared" and decode
     prefix = "shared_" if kind == "shared" else ""
     shrink: launch.Shrink = getattr(chosen, f"{prefix}shrink")
-    expand: launch.Expand = getattr(chosen, f"{prefix}expand")
+    expand: launch.Expand | launch.SharedExpand = getattr(chosen, f"{prefix}expand")
     tried: Sequence[Parameters] = []
     if stage == "expand":
-        of_tiles = TILE_EXPANDS if decode else PREFILL_EXPANDS
-        tried = ROW_EXPANDS if row_tiles else SHARED_EXPANDS if shared_decode else of_tiles
-    elif stage == "early" and row_tiles and launch.supports_pdl():
+        if kind == "shared":
+            tried = SHARED_EXPANDS if decode else PREFILL_SHARED_EXPANDS
+        else:
+            tried = ROW_EXPANDS if row_tiles else TILE_EXPANDS if decode else PREFILL_EXPANDS
+    elif stage == "early" and isinstance(expand, launch.Expand) and row_tiles and launch.supports_pdl():
         tried = [expand, replace(expand, pdl=True)]
-    elif stage == "tiles" and not row_tiles and decode:
-        tried = [replace(expand, tile_programs=count) for count in TILE_PROGRAMS]
+    elif stage == "tiles" and not row_tiles:
+        tried = [replace(expand, tile_programs=count) for count in (TILE_PROGRAMS if decode else MANY_TILE_PROGRAMS)]
     elif stage == "shrink":
         of_tiles = TILE_SHRINKS if decode else PREFILL_SHRINKS
         tried = ROW_SHRINKS if row_tiles else SHARED_SHRINKS if shared_decode else of_tiles
@@ -611,7 +627,7 @@ def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) 
     elif stage == "grid":
         tried = [shrink, *(replace(shrink, programs=programs) for programs in PROGRAMS)]
     for parameters in tried[: 2 if smoke else None]:
-        name = "expand" if isinstance(parameters, launch.Expand) else "shrink"
+        name = "shrink" if isinstance(parameters, launch.Shrink) else "expand"
         yield brief(parameters), replace(chosen, **{prefix + name: parameters})
 
 
@@ -629,7 +645,7 @@ def stages_of(kind: str, most: int) -> Sequence[str]:
 def start_of(kind: str, most: int) -> Setting:
     """Where the search for an entry begins."""
     if most == ANY:
-        return Setting(PREFILL_SHRINK, PREFILL_EXPAND, PREFILL_SHRINK, PREFILL_EXPAND)
+        return Setting(PREFILL_SHRINK, PREFILL_EXPAND, PREFILL_SHRINK, PREFILL_SHARED_EXPAND)
     if kind == "own" and most > FEW_ROWS:
         return Setting(TILE_SHRINK, TILE_EXPAND)
     return Setting(ROW_SHRINK, ROW_EXPAND)

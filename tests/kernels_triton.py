@@ -121,11 +121,12 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
         beside=programs == 1,
     )
     shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2)
-    expand = launch.Expand(16, 32, 2, num_warps=4, num_stages=1, pdl=False)
+    expand = launch.Expand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, pdl=False)
+    shared_expand = launch.SharedExpand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2)
     check_shrink_and_expand(
         *(
             partial(kernel, parameters=parameters)
-            for kernel, parameters in zip(KERNELS, (shrink, expand, shrink, expand), strict=True)
+            for kernel, parameters in zip(KERNELS, (shrink, expand, shrink, shared_expand), strict=True)
         ),
         case.to(DEVICE),
     )
@@ -133,8 +134,9 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [1, 3, 8, 32, 48, 64, 192])
-def test_rotation_blocks(block: int, dtype: torch.dtype) -> None:
-    """Every size of block, one slot to a tile and several."""
+@pytest.mark.parametrize("spare_rows", [0, 70])
+def test_rotation_blocks(spare_rows: int, block: int, dtype: torch.dtype) -> None:
+    """Every size of block, by rows and by tiles, one slot to a tile and several."""
     case = make_case(
         seed=block,
         dtype=dtype,
@@ -142,7 +144,7 @@ def test_rotation_blocks(block: int, dtype: torch.dtype) -> None:
         widths=(8,),
         methods=("oft", "oft", "ia3", "everything"),
         requests=[(0, 1), (2, 1), (1, 2), (-1, 1), (3, 1)],
-        spare_rows=0,
+        spare_rows=spare_rows,
         max_rank=3,
         split=1,
         block=block,

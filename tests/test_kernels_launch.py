@@ -22,39 +22,35 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
     """Also a prefill graph of few rows, whose tiles are wide."""
     tile_rows = width if kind else own_tile_rows(rows, width)
     shrink = launch.shrink(f"{kind}shrink", rows, tile_rows, dtype, 1024)
-    expand = launch.expand(f"{kind}expand", rows, tile_rows, dtype, 1024)
+    expand = (launch.shared_expand if kind else launch.expand)(rows, tile_rows, dtype, 1024)
     least = 1 if tile_rows == 1 else 16  # what a tensor core multiplies
     for block in (shrink.block_rank, shrink.block_in, expand.block_rank, expand.block_out):
         assert block >= least and block & (block - 1) == 0
     if tile_rows > 1:
         buffers = shrink.num_stages * (tile_rows + shrink.block_rank) * shrink.block_in * dtype.itemsize
         assert buffers <= SHARED_MEMORY
-        # Each stage of an expand would hold every plane of the scratch.
-        assert expand.num_stages == 1
-        operands = (tile_rows + expand.block_out) * expand.block_rank * dtype.itemsize
-        assert operands <= SHARED_MEMORY
+        # A stage holds b, and of the tile what is added to or multiplied with: h and addend, or e and h.
+        stage = expand.block_out * (expand.block_rank * dtype.itemsize + tile_rows * (dtype.itemsize + 4))
+        assert tile_rows * expand.block_rank * dtype.itemsize + expand.num_stages * stage <= SHARED_MEMORY
     for features in (1, 896, 4096, 14336, 28672):
         assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
 
 
 def test_a_small_largest_rank_makes_small_blocks() -> None:
     assert launch.shrink("shared_shrink", 16, 16, torch.float16, 3).block_rank == 16
-    assert launch.expand("shared_expand", 16, 16, torch.float16, 17).block_rank <= 32
-    wide = [launch.expand("shared_expand", 16, 16, torch.float16, rank).block_rank for rank in (512, 1024)]
+    assert launch.shared_expand(16, 16, torch.float16, 17).block_rank <= 32
+    wide = [launch.shared_expand(16, 16, torch.float16, rank).block_rank for rank in (512, 1024)]
     assert wide[0] == wide[1]
 
 
 def test_the_first_entry_that_is_for_the_batch() -> None:
-    options = {"num_warps": 4, "num_stages": 1, "pdl": False}
-    entries = [
-        {"max_rows": most, "block_rank": 16, "block_out": width, "tile_programs": 16, **options}
-        for most, width in ((4, 32), (16, 64), (None, 128))
-    ]
-    chosen = [launch.choose(entries, rows, 16, launch.Expand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
+    options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1}
+    entries = [{"max_rows": most, "block_out": width, **options} for most, width in ((4, 32), (16, 64), (None, 128))]
+    chosen = [launch.choose(entries, rows, 16, launch.SharedExpand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
     assert chosen == [32, 32, 64, 64, 128, 128]
-    assert launch.choose(entries, 4, PREFILL_WIDTH, launch.Expand).block_out == 128
+    assert launch.choose(entries, 4, PREFILL_WIDTH, launch.SharedExpand).block_out == 128
     with pytest.raises(ValueError, match="no entry for 17 rows"):
-        launch.choose(entries[:2], 17, 16, launch.Expand)
+        launch.choose(entries[:2], 17, 16, launch.SharedExpand)
 
 
 def test_entries_stand_in_order() -> None:
@@ -71,4 +67,4 @@ def test_entries_stand_in_order() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_no_early_launch_without_a_gpu() -> None:
     assert not launch.supports_pdl()
-    assert launch.options(launch.expand("expand", 16, 1, torch.float16, 16)) == {}
+    assert launch.options(launch.expand(16, 1, torch.float16, 16).pdl) == {}

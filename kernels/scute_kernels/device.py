@@ -122,6 +122,21 @@ def features_product(
 
 
 @triton.jit
+def planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT: tl.constexpr):
+    """The sum of the planes of some rows at the ranks ``r``, ``(ROWS, BLOCK_RANK)`` fp32, 0 from ``rank`` on.
+    ``v_rows``: pointers to the rows of the first plane, ``(ROWS, 1)``, which are R wide, ``max_rank``; only those that
+    are ``live`` are read."""
+    # Reading past the rank keeps the loads wide; what lies there is not used.
+    pointers = v_rows + r[None, :]
+    mask = live[:, None] & (r < max_rank)[None, :]
+    v = tl.load(pointers, mask=mask, other=0.0)
+    for _ in tl.static_range(1, SPLIT):
+        pointers += plane_stride
+        v += tl.load(pointers, mask=mask, other=0.0)
+    return tl.where((r < rank)[None, :], v, 0.0)
+
+
+@triton.jit
 def planes_product(
     v_rows,
     max_rank,
@@ -137,23 +152,13 @@ def planes_product(
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """``v b``, ``(ROWS, BLOCK_OUT)`` fp32, the planes of ``v`` summed and rounded to the dtype of ``b`` first.
-
-    ``v_rows``: pointers to the rows of the first plane, ``(ROWS, 1)``, which are R wide, ``max_rank``; only those that
-    are ``live`` are read. ``n``: the columns of ``b``, of which ``n_live`` exist.
-    """
+    """``v b``, ``(ROWS, BLOCK_OUT)`` fp32, the ``planes`` of ``v`` rounded to the dtype of ``b``. ``n``: the columns of
+    ``b``, of which ``n_live`` exist."""
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     for first_rank in range(0, rank, BLOCK_RANK):
         r = first_rank + tl.arange(0, BLOCK_RANK)
         b_pointers = b_ptr + r[:, None].to(tl.int64) * b_stride + n[None, :]
         b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-        # Reading past the rank keeps the loads wide; what lies there is not used.
-        v_pointers = v_rows + r[None, :]
-        mask = live[:, None] & (r < max_rank)[None, :]
-        v = tl.load(v_pointers, mask=mask, other=0.0)
-        for _ in tl.static_range(1, SPLIT):
-            v_pointers += plane_stride
-            v += tl.load(v_pointers, mask=mask, other=0.0)
-        v = tl.where((r < rank)[None, :], v, 0.0)
+        v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT)
         total = tl.dot(v.to(b.dtype), b, total, input_precision="ieee")
     return total

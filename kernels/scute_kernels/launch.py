@@ -24,7 +24,19 @@ TABLE = Path(__file__).with_name("launch_table.json")
 
 
 @dataclass(frozen=True)
-class Rotate:
+class RotateRows:
+    """``block_in``: features that a step of a product takes. ``run``: blocks of columns that a program copies. ``pdl``:
+    see ``supports_pdl``."""
+
+    block_in: int
+    block_out: int
+    run: int
+    num_warps: int
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class RotateTiles:
     block_in: int
     block_out: int
     num_warps: int
@@ -53,19 +65,32 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Expand:
-    """Of ``expand`` and ``shared_expand``. ``tile_programs``: how many programs share the tiles of a block of columns,
-    at most, where a tile is more than a row. ``pdl``: programmatic dependent launch, see ``supports_pdl``, only of
-    ``expand`` where a tile is a row."""
+    """Of ``expand``. Where a tile is one row: ``pdl``, programmatic dependent launch, see ``supports_pdl``. Where it is
+    more: ``run``, blocks of columns that a program does, one after another, and ``tile_programs``, how many programs
+    share the tiles of these, at most."""
 
     block_rank: int
     block_out: int
+    run: int
     tile_programs: int
     num_warps: int
     num_stages: int
     pdl: bool
 
 
-Parameters = TypeVar("Parameters", Shrink, Expand)
+@dataclass(frozen=True)
+class SharedExpand:
+    """Of ``shared_expand``. ``run`` and ``tile_programs`` as of ``expand``."""
+
+    block_rank: int
+    block_out: int
+    run: int
+    tile_programs: int
+    num_warps: int
+    num_stages: int
+
+
+Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
 
 
@@ -122,19 +147,28 @@ def width_step(slice_offsets: Sequence[int]) -> int:
     return 16 if all(offset % 16 == 0 for offset in slice_offsets) else 1
 
 
-def expand(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
-    """``operator``: "expand" or "shared_expand". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
-    chosen = choose(_table()[operator][precision(dtype)], rows, tile_rows, Expand)
+def expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
+    """``rows``: N of the batch. ``max_rank``: R of the scratch."""
+    chosen = choose(_table()["expand"][precision(dtype)], rows, tile_rows, Expand)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
 
 
-def rotate(rows: int, dtype: torch.dtype) -> Rotate:
-    """``rows``: of a tile."""
+def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> SharedExpand:
+    """As ``expand``."""
+    chosen = choose(_table()["shared_expand"][precision(dtype)], rows, tile_rows, SharedExpand)
+    return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
+
+
+def rotate_rows() -> RotateRows:
+    return RotateRows(block_in=64, block_out=64, run=8, num_warps=2, pdl=supports_pdl())
+
+
+def rotate_tiles(tile_rows: int, dtype: torch.dtype) -> RotateTiles:
     if dtype == torch.float32:
-        return Rotate(block_in=32, block_out=32, num_warps=4, num_stages=2)
-    if rows == DECODE_WIDTH:
-        return Rotate(block_in=32, block_out=64, num_warps=2, num_stages=3)
-    return Rotate(block_in=32, block_out=64, num_warps=4, num_stages=3)
+        return RotateTiles(block_in=32, block_out=32, num_warps=4, num_stages=2)
+    if tile_rows == DECODE_WIDTH:
+        return RotateTiles(block_in=32, block_out=64, num_warps=2, num_stages=3)
+    return RotateTiles(block_in=32, block_out=64, num_warps=4, num_stages=3)
 
 
 def lookup(max_rank: int) -> Lookup:
@@ -144,14 +178,24 @@ def lookup(max_rank: int) -> Lookup:
 @functools.cache
 def supports_pdl() -> bool:
     """Whether a kernel can begin while the one before it ends (programmatic dependent launch): from Hopper on."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available() or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability() >= (9, 0)
+    return _compiles_for_nvidia() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def options(parameters: Expand) -> dict[str, Any]:
+@functools.cache
+def _compiles_for_nvidia() -> bool:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.cuda.is_available() and not torch.version.hip and not interpreted
+
+
+def few_registers(num_warps: int) -> dict[str, Any]:
+    """A launch option for a kernel that the compiler would give more registers than it needs, so that fewer programs
+    would be resident: three of four warps on a multiprocessor of an NVIDIA GPU, or two of eight."""
+    return {"maxnreg": 168 if num_warps <= 4 else 128} if _compiles_for_nvidia() else {}
+
+
+def options(pdl: bool) -> dict[str, Any]:
     """A launch option that is given only where it is wanted: the interpreter does not know it."""
-    return {"launch_pdl": True} if parameters.pdl else {}
+    return {"launch_pdl": True} if pdl else {}
 
 
 def _block(rank: int, most: int) -> int:

@@ -26,6 +26,7 @@ from scute_kernels.device import (
     SCALE,
     B,
     known_multiple,
+    planes,
     planes_product,
     rows_of_tile,
     slice_of_block,
@@ -156,6 +157,32 @@ def _expand_rows(
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def _base(
+    h_rows,
+    addend_rows,
+    arena_ptr,
+    scale,
+    bias,
+    shared,
+    live,
+    n,
+    n_live,
+    SHARED: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """What a tile has besides its own pair, ``(ROWS, BLOCK_OUT)`` fp32. ``h_rows``, ``addend_rows``: pointers to the
+    first column of the slice, ``(ROWS, 1)``."""
+    mask = live[:, None] & n_live[None, :]
+    h = tl.load(h_rows + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    h += (
+        h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :] + _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]
+    )
+    if SHARED:
+        h += tl.load(addend_rows + n[None, :], mask=mask & shared, other=0.0)
+    return h
+
+
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
 def _expand_tiles(
     h_ptr,
@@ -185,55 +212,70 @@ def _expand_tiles(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
+    """Does ``RUN`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile."""
+    slice_number, begin, width, first_column = slice_of_block(
+        tl.program_id(0), SLICE_OFFSETS, N_SLICES, RUN * BLOCK_OUT
+    )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
-    n = first_column + tl.arange(0, BLOCK_OUT)
-    n_live = n < width
+    last_column = tl.minimum(first_column + RUN * BLOCK_OUT, width)
 
-    # The loads of a tile are issued before anything waits for the tile before it.
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-    rank, b_offset, scale, bias, shared, block, any_part = _entry(
-        routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
-    )
     while tl.max(rows, axis=0) >= 0:
-        if any_part:
-            live = rows >= 0
-            h_pointers = h_ptr + rows[:, None] * h_stride + begin + n[None, :]
-            h_mask = live[:, None] & n_live[None, :]
-            if OWN:
-                total = planes_product(
-                    v_ptr + slice_number * max_rank + rows[:, None] * row_stride,
-                    max_rank,
-                    plane_stride,
-                    arena_ptr + known_multiple(b_offset, VECTOR),
-                    width,
-                    rank,
-                    live,
-                    n,
-                    n_live,
-                    SPLIT,
-                    ROWS,
-                    BLOCK_RANK,
-                    BLOCK_OUT,
-                )
-            else:
-                total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-            h = tl.load(h_pointers + block * h_block_stride, mask=h_mask, other=0.0).to(tl.float32)
-            total += h + h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :]
-            total += _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]
-            if SHARED:
-                addend_pointers = addend_ptr + rows[:, None] * addend_stride + begin + n[None, :]
-                total += tl.load(addend_pointers, mask=h_mask & shared, other=0.0)
-            tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=h_mask)
-
-        tile += tl.num_programs(1)
-        rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
         rank, b_offset, scale, bias, shared, block, any_part = _entry(
             routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
         )
+        if any_part:
+            live = rows >= 0
+            out_rows = h_ptr + rows[:, None] * h_stride + begin
+            h_rows = out_rows + block * h_block_stride
+            addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
+            v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
+            b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
+            if rank <= BLOCK_RANK:
+                r = tl.arange(0, BLOCK_RANK)
+                if OWN:
+                    v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+                for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
+                    n = column + tl.arange(0, BLOCK_OUT)
+                    n_live = n < width
+                    total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
+                    if OWN:
+                        b_pointers = b_ptr + r[:, None] * width + n[None, :]
+                        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+                        total += tl.dot(v, b, input_precision="ieee")
+                    tl.store(
+                        out_rows + n[None, :], total.to(h_ptr.dtype.element_ty), mask=live[:, None] & n_live[None, :]
+                    )
+            else:
+                for column in range(first_column, last_column, BLOCK_OUT):
+                    n = column + tl.arange(0, BLOCK_OUT)
+                    n_live = n < width
+                    total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
+                    total += planes_product(
+                        v_rows,
+                        max_rank,
+                        plane_stride,
+                        b_ptr,
+                        width,
+                        rank,
+                        live,
+                        n,
+                        n_live,
+                        SPLIT,
+                        ROWS,
+                        BLOCK_RANK,
+                        BLOCK_OUT,
+                    )
+                    tl.store(
+                        out_rows + n[None, :], total.to(h_ptr.dtype.element_ty), mask=live[:, None] & n_live[None, :]
+                    )
+        tile += tl.num_programs(1)
+        rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
 
 
 def expand(
@@ -253,12 +295,12 @@ def expand(
     blocks, rows, _ = h.shape
     split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
     plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
-    parameters = parameters or launch.expand("expand", rows, tile_rows, arena.dtype, max_rank)
-    column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
+    parameters = parameters or launch.expand(rows, tile_rows, arena.dtype, max_rank)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
     width = tiles.shape[2]
     if tile_rows == 1:
+        column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
         _expand_rows[(column_blocks, n_tiles)](
             h,
             v,
@@ -289,9 +331,10 @@ def expand(
             PDL=parameters.pdl,
             num_warps=parameters.num_warps,
             num_stages=parameters.num_stages,
-            **launch.options(parameters),
+            **launch.options(parameters.pdl),
         )
         return
+    column_blocks = launch.column_blocks(slice_offsets, parameters.run * parameters.block_out)
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         v,
@@ -320,6 +363,9 @@ def expand(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
+        RUN=parameters.run,
+        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        num_stages=1,  # of the loop over ranks: each stage would hold every plane of v
+        **launch.few_registers(parameters.num_warps),
     )

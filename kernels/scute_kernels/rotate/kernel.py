@@ -1,4 +1,8 @@
-"""rotate: the Triton kernel. A program rotates one tile (or copies some base rows) over some columns for one slice."""
+"""rotate: the Triton kernels. A program does some columns for one slice, of one row, or of a tile or some base rows.
+
+The base layer waits for them. With few rows that is a matter of steps that wait for each other, not of bytes or
+products, so every row goes its own way, and finds and reads its rotation while the kernel before this one ends.
+"""
 
 # What @triton.jit compiles is Python by syntax only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -20,6 +24,11 @@ from scute_kernels.device import (
     rows_of_tile,
     slots_of_tile,
 )
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS
+
+# Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
+# does not take the registers, hence the occupancy, of the other.
+UNALIGNED_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
@@ -31,6 +40,119 @@ def _delta(arena_ptr, offset, k, stride, j, c, mask, VECTOR: tl.constexpr, RUN: 
     base_ptr = arena_ptr + known_multiple(offset, VECTOR)
     pointers = base_ptr + position.to(tl.int64)[None, :] * stride + (j % k)[:, None] * k + within[None, :]
     return tl.load(pointers, mask=mask & same_block, other=0.0)
+
+
+@triton.jit
+def _row_product(
+    x_row,
+    arena_ptr,
+    offset,
+    k,
+    stride,
+    c,
+    first_column,
+    features,
+    VECTOR: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``x (R - I)`` of one row at the columns ``c``, ``(BLOCK_OUT,)`` fp32. ``PDL``: waits for ``x``, but not before it
+    has read the rotation."""
+    first = first_column // k * k
+    last = tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
+    c_live = (c < features)[None, :]
+    j = first + tl.arange(0, BLOCK_IN)
+    delta = _delta(arena_ptr, offset, k, stride, j, c, (j < last)[:, None] & c_live, VECTOR, RUN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_row + j, mask=j < last, other=0.0).to(tl.float32)
+    total = tl.sum(x[:, None] * delta.to(tl.float32), axis=0)
+    for start in range(first + BLOCK_IN, last, BLOCK_IN):
+        j = start + tl.arange(0, BLOCK_IN)
+        delta = _delta(arena_ptr, offset, k, stride, j, c, (j < last)[:, None] & c_live, VECTOR, RUN)
+        x = tl.load(x_row + j, mask=j < last, other=0.0).to(tl.float32)
+        total += tl.sum(x[:, None] * delta.to(tl.float32), axis=0)
+    return total
+
+
+@triton.jit(do_not_specialize=["first_site", "sites"])
+def _rotate_rows(
+    x_ptr,
+    row_slot_ptr,
+    arena_ptr,
+    table_ptr,
+    out_ptr,
+    first_site,
+    sites,
+    features,
+    x_stride,
+    VECTOR: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    RUN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Where nothing is to be multiplied, one of ``RUN`` programs does the columns of all."""
+    first_column = tl.program_id(0) * BLOCK_OUT
+    row = tl.program_id(1).to(tl.int64)
+    slice_number = tl.program_id(2)
+    slot = tl.load(row_slot_ptr + row)
+    entry = table_ptr + (slot.to(tl.int64) * sites + first_site + slice_number) * FIELDS
+    offset = tl.load(entry + ROTATION, mask=slot >= 0, other=-1)
+    k = tl.load(entry + BLOCK, mask=slot >= 0, other=0).to(tl.int32)
+    stride = tl.load(entry + BLOCK_STRIDE, mask=slot >= 0, other=0)
+    diagonal = (k == 1) & (stride == 1)
+    x_row = x_ptr + row * x_stride
+    out_row = out_ptr + (slice_number.to(tl.int64) * tl.num_programs(1) + row) * features
+    if (offset < 0) | diagonal:
+        if tl.program_id(0) % RUN == 0:
+            c = first_column + tl.arange(0, RUN * BLOCK_OUT)
+            live = c < features
+            delta_ptr = arena_ptr + known_multiple(tl.where(offset >= 0, offset, 0), VECTOR)
+            delta = tl.load(delta_ptr + c, mask=live & (offset >= 0), other=0.0).to(tl.float32)
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            x = tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
+            tl.store(out_row + c, (x + x * delta).to(out_ptr.dtype.element_ty), mask=live)
+    else:
+        c = first_column + tl.arange(0, BLOCK_OUT)
+        live = c < features
+        if k % 16 == 0:
+            total = _row_product(
+                x_row,
+                arena_ptr,
+                offset,
+                known_multiple(k, 16),
+                known_multiple(stride, 16),
+                c,
+                first_column,
+                features,
+                VECTOR,
+                16,
+                BLOCK_IN,
+                BLOCK_OUT,
+                PDL,
+            )
+        else:
+            total = _row_product(
+                x_row,
+                arena_ptr,
+                offset,
+                k,
+                stride,
+                c,
+                first_column,
+                features,
+                VECTOR,
+                1,
+                UNALIGNED_BLOCK,
+                BLOCK_OUT,
+                PDL,
+            )
+        total += tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_row + c, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -62,7 +184,7 @@ def _tile_product(
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "rows_of_batch", "n_tiles"])
-def _rotate(
+def _rotate_tiles(
     x_ptr,
     row_slot_ptr,
     tiles_ptr,
@@ -172,23 +294,22 @@ def _rotate(
                     row = tl.sum(tl.where(place == i, rows, 0), axis=0)
                     row_offset = tl.sum(tl.where(place == i, offsets, 0), axis=0)
                     row_stride = tl.sum(tl.where(place == i, strides, 0), axis=0)
-                    row_last = tl.minimum((first_column + BLOCK_OUT + row_k - 1) // row_k * row_k, features)
-                    for start in range(first_column // row_k * row_k, row_last, BLOCK_IN):
-                        j = start + tl.arange(0, BLOCK_IN)
-                        delta = _delta(
-                            arena_ptr,
-                            row_offset,
-                            row_k,
-                            row_stride,
-                            j,
-                            c,
-                            (j < row_last)[:, None] & (c < features)[None, :],
-                            VECTOR,
-                            1,
-                        )
-                        x_row = tl.load(x_ptr + row * x_stride + j, mask=j < row_last, other=0.0).to(tl.float32)
-                        product = tl.sum(x_row[:, None] * delta.to(tl.float32), axis=0)
-                        total += tl.where((place == i)[:, None], product[None, :], 0.0)
+                    product = _row_product(
+                        x_ptr + row * x_stride,
+                        arena_ptr,
+                        row_offset,
+                        row_k,
+                        row_stride,
+                        c,
+                        first_column,
+                        features,
+                        VECTOR,
+                        1,
+                        BLOCK_IN,
+                        BLOCK_OUT,
+                        False,
+                    )
+                    total += tl.where((place == i)[:, None], product[None, :], 0.0)
 
     result = tl.where(rotated[:, None], total, x).to(out_ptr.dtype.element_ty)
     tl.store(out_slice_ptr + rows[:, None] * features + c[None, :], result, mask=mask)
@@ -205,9 +326,30 @@ def rotate(
 ) -> None:
     n_slices, rows, features = out.shape
     _, n_tiles, tile_rows = tiles.shape
-    parameters = launch.rotate(tile_rows, arena.dtype)
+    if rows <= FEW_ROWS and tile_rows == DECODE_WIDTH:
+        of_rows = launch.rotate_rows()
+        _rotate_rows[(triton.cdiv(features, of_rows.block_out), rows, n_slices)](
+            x,
+            row_slot,
+            arena,
+            table,
+            out,
+            first_site,
+            table.shape[1],
+            features,
+            x.stride(0),
+            VECTOR=16 // arena.itemsize,
+            BLOCK_IN=of_rows.block_in,
+            BLOCK_OUT=of_rows.block_out,
+            RUN=of_rows.run,
+            PDL=of_rows.pdl,
+            num_warps=of_rows.num_warps,
+            **launch.options(of_rows.pdl),
+        )
+        return
+    parameters = launch.rotate_tiles(tile_rows, arena.dtype)
     places = n_tiles + triton.cdiv(rows, tile_rows)
-    _rotate[(n_slices, triton.cdiv(features, parameters.block_out), places)](
+    _rotate_tiles[(n_slices, triton.cdiv(features, parameters.block_out), places)](
         x,
         row_slot,
         tiles,

@@ -27,6 +27,7 @@ from scute_kernels.device import (
     SHARED_RANK,
     E,
     known_multiple,
+    planes,
     planes_product,
     rows_of_tile,
     slice_of_block,
@@ -36,6 +37,8 @@ from scute_kernels.device import (
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
 # does not take the registers, hence the occupancy, of the other.
 UNALIGNED_BLOCK = tl.constexpr(16)
+# Ranks beyond one block.
+LONG_RANK_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
@@ -48,6 +51,21 @@ def _route(routes_ptr, tile, n_tiles, sites, site):
     offset = tl.load(route + SHARED_B, mask=known, other=0)
     stride = tl.load(route + SHARED_B_STRIDE, mask=known, other=0)
     return basis, rank, offset, stride
+
+
+@triton.jit
+def _factors(arena_ptr, e_offsets, n, n_live, VECTOR: tl.constexpr):
+    """``e`` of each row, ``(ROWS, BLOCK_OUT)``; 1 where it is absent (-1)."""
+    present = e_offsets >= 0
+    pointers = arena_ptr + known_multiple(tl.where(present, e_offsets, 0), VECTOR)[:, None] + n[None, :]
+    return tl.load(pointers, mask=present[:, None] & n_live[None, :], other=1.0)
+
+
+@triton.jit
+def _put(pointers, total, mask, ADD: tl.constexpr):
+    if ADD:
+        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, total.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
@@ -75,13 +93,17 @@ def _shared_expand(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
+    """Does ``RUN`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile."""
+    slice_number, begin, width, first_column = slice_of_block(
+        tl.program_id(0), SLICE_OFFSETS, N_SLICES, RUN * BLOCK_OUT
+    )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
+    last_column = tl.minimum(first_column + RUN * BLOCK_OUT, width)
     site = first_site + slice_number
-    n = first_column + tl.arange(0, BLOCK_OUT)
-    n_live = n < width
 
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
@@ -93,48 +115,61 @@ def _shared_expand(
             entries = table_ptr + (slots * sites + site) * FIELDS
             member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
             e_offsets = tl.load(entries + E, mask=member, other=-1)
-            scaled = e_offsets >= 0
-            e_pointers = arena_ptr + known_multiple(tl.where(scaled, e_offsets, 0), VECTOR)[:, None] + n[None, :]
-            e = tl.load(e_pointers, mask=scaled[:, None] & n_live[None, :], other=1.0)
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
-            if (offset % VECTOR == 0) & (stride % VECTOR == 0):
-                total = planes_product(
-                    u_rows,
-                    max_rank,
-                    plane_stride,
-                    arena_ptr + known_multiple(offset, VECTOR),
-                    known_multiple(stride, VECTOR),
-                    rank,
-                    member,
-                    n,
-                    n_live,
-                    SPLIT,
-                    ROWS,
-                    BLOCK_RANK,
-                    BLOCK_OUT,
-                )
+            out_rows = out_ptr + rows[:, None] * out_stride + begin
+            aligned = (offset % VECTOR == 0) & (stride % VECTOR == 0)
+            b_ptr = arena_ptr + known_multiple(offset, VECTOR)
+            b_stride = known_multiple(stride, VECTOR)
+            if aligned & (rank <= BLOCK_RANK):
+                r = tl.arange(0, BLOCK_RANK)
+                u = planes(u_rows, r, rank, max_rank, member, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+                b_rows = b_ptr + r[:, None].to(tl.int64) * b_stride
+                for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
+                    n = column + tl.arange(0, BLOCK_OUT)
+                    n_live = n < width
+                    e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
+                    b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+                    total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
+                    _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
             else:
-                total = planes_product(
-                    u_rows,
-                    max_rank,
-                    plane_stride,
-                    arena_ptr + offset,
-                    stride,
-                    rank,
-                    member,
-                    n,
-                    n_live,
-                    SPLIT,
-                    ROWS,
-                    UNALIGNED_BLOCK,
-                    BLOCK_OUT,
-                )
-            total *= e.to(tl.float32)
-            pointers = out_ptr + rows[:, None] * out_stride + begin + n[None, :]
-            mask = member[:, None] & n_live[None, :]
-            if ADD:
-                total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-            tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=mask)
+                for column in range(first_column, last_column, BLOCK_OUT):
+                    n = column + tl.arange(0, BLOCK_OUT)
+                    n_live = n < width
+                    e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
+                    if aligned:
+                        total = planes_product(
+                            u_rows,
+                            max_rank,
+                            plane_stride,
+                            b_ptr,
+                            b_stride,
+                            rank,
+                            member,
+                            n,
+                            n_live,
+                            SPLIT,
+                            ROWS,
+                            LONG_RANK_BLOCK,
+                            BLOCK_OUT,
+                        )
+                    else:
+                        total = planes_product(
+                            u_rows,
+                            max_rank,
+                            plane_stride,
+                            arena_ptr + offset,
+                            stride,
+                            rank,
+                            member,
+                            n,
+                            n_live,
+                            SPLIT,
+                            ROWS,
+                            UNALIGNED_BLOCK,
+                            BLOCK_OUT,
+                        )
+                    total *= e.to(tl.float32)
+                    _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
@@ -152,13 +187,13 @@ def shared_expand(
     first_site: int,
     slice_offsets: Sequence[int],
     add: bool,
-    parameters: launch.Expand | None = None,
+    parameters: launch.SharedExpand | None = None,
 ) -> None:
     """``parameters``: those of the table if not given."""
     split, _, n_slices, max_rank = u.shape
     _, n_tiles, tile_rows = tiles.shape
-    parameters = parameters or launch.expand("shared_expand", out.shape[0], tile_rows, arena.dtype, max_rank)
-    column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
+    parameters = parameters or launch.shared_expand(out.shape[0], tile_rows, arena.dtype, max_rank)
+    column_blocks = launch.column_blocks(slice_offsets, parameters.run * parameters.block_out)
     _shared_expand[(column_blocks, min(n_tiles, parameters.tile_programs))](
         out,
         u,
@@ -183,6 +218,9 @@ def shared_expand(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
+        RUN=parameters.run,
+        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        num_stages=1,  # of the loop over ranks: each stage would hold every plane of u
+        **launch.few_registers(parameters.num_warps),
     )

@@ -63,8 +63,8 @@ def _shared_shrink(
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    slice_number = tl.program_id(1) // split
-    share = tl.program_id(1) % split
+    slice_number = tl.program_id(0) // split
+    share = tl.program_id(0) % split
     first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
     site = first_site + slice_number
 
@@ -80,7 +80,7 @@ def _shared_shrink(
     blocks = tl.cdiv(tl.where(first, ranks, 0), BLOCK_RANK).to(tl.int32)
     ends = tl.cumsum(blocks, axis=0)
 
-    for piece in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
+    for piece in range(tl.program_id(1), tl.sum(blocks, axis=0), tl.num_programs(1)):
         tile, block = piece_of_tiles(piece, tiles, blocks, ends)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
         route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
@@ -89,6 +89,23 @@ def _shared_shrink(
         stride = tl.load(route + SHARED_A_STRIDE)
         live = rows >= 0
         r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+
+        # What each slice makes of the product is read before it: these loads wait for one another.
+        basis = tl.load(route + SHARED_BASIS)
+        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
+        wanted = ()
+        factors = ()
+        for i in tl.static_range(N_SLICES):
+            of_slice = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * SHARED_FIELDS + SHARED_BASIS
+            entries = table_ptr + (slots * sites + first_site + i) * FIELDS
+            # A row of the tile may have no basis here though others do.
+            member = (tl.load(entries + BASIS, mask=live, other=-1) >= 0) & (tl.load(of_slice) == basis)
+            offsets = tl.load(entries + D, mask=live, other=-1)
+            mask = member[:, None] & (r < rank)[None, :]
+            d = tl.load(arena_ptr + offsets[:, None] + r[None, :], mask=mask & (offsets >= 0)[:, None], other=1.0)
+            wanted += (mask,)
+            factors += (d.to(tl.float32),)
+
         x_rows = x_ptr + rows[:, None] * x_stride
         if (offset % VECTOR == 0) & (stride % VECTOR == 0):
             product = features_product(
@@ -121,18 +138,9 @@ def _shared_shrink(
                 STAGES,
             )
 
-        basis = tl.load(route + SHARED_BASIS)
-        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
         out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
         for i in tl.static_range(N_SLICES):
-            of_slice = routes_ptr + (tile.to(tl.int64) * sites + first_site + i) * SHARED_FIELDS + SHARED_BASIS
-            entries = table_ptr + (slots * sites + first_site + i) * FIELDS
-            # A row of the tile may have no basis here though others do.
-            member = (tl.load(entries + BASIS, mask=live, other=-1) >= 0) & (tl.load(of_slice) == basis)
-            offsets = tl.load(entries + D, mask=member, other=-1)
-            wanted = member[:, None] & (r < rank)[None, :]
-            d = tl.load(arena_ptr + offsets[:, None] + r[None, :], mask=wanted & (offsets >= 0)[:, None], other=1.0)
-            tl.store(out_rows + i * slice_stride, product * d.to(tl.float32), mask=wanted)
+            tl.store(out_rows + i * slice_stride, product * factors[i], mask=wanted[i])
 
 
 def shared_shrink(
@@ -150,7 +158,7 @@ def shared_shrink(
     _, n_tiles, tile_rows = tiles.shape
     parameters = parameters or launch.shrink("shared_shrink", rows, tile_rows, arena.dtype, max_rank)
     programs = launch.shrink_programs(parameters, n_tiles, n_slices * split, max_rank)
-    _shared_shrink[(programs, n_slices * split)](
+    _shared_shrink[(n_slices * split, programs)](
         x,
         tiles,
         routes,

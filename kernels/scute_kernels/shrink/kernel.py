@@ -53,8 +53,8 @@ def _shrink(
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    slice_number = tl.program_id(1) // split
-    share = tl.program_id(1) % split
+    slice_number = tl.program_id(0) // split
+    share = tl.program_id(0) % split
     first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
     site = first_site + slice_number
 
@@ -63,7 +63,7 @@ def _shrink(
     blocks = tl.cdiv(tl.maximum(ranks, 0), BLOCK_RANK).to(tl.int32)
     ends = tl.cumsum(blocks, axis=0)
 
-    for pair in range(tl.program_id(0), tl.sum(blocks, axis=0), tl.num_programs(0)):
+    for pair in range(tl.program_id(1), tl.sum(blocks, axis=0), tl.num_programs(1)):
         tile, block = piece_of_tiles(pair, tiles, blocks, ends)
         entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
         rank = tl.load(entry + RANK).to(tl.int32)
@@ -118,7 +118,7 @@ def shrink(
     parameters = parameters or launch.shrink("shrink", rows, tile_rows, arena.dtype, max_rank)
     _, n_tiles, width = tiles.shape
     programs = launch.shrink_programs(parameters, n_tiles, n_slices * split, max_rank)
-    _shrink[(programs, n_slices * split)](
+    _shrink[(n_slices * split, programs)](
         x,
         tiles,
         routes,
