@@ -397,10 +397,11 @@ class ScuteLoRABackend(BaseLoRABackend):
     ) -> torch.Tensor:
         """The base layer on the transformed inputs, ``h`` as ``expand`` takes it.
 
-        Each slice has inputs of its own, which are further rows of one base GEMM; the columns that a row is not for are
-        computed in vain. In decode, where reading the weight once is what the GEMM takes, these are the inputs of all
-        rows, because a graph does not know which rows are transformed. In prefill, where it is bound by arithmetic,
-        only those that are, and their columns are put in place here.
+        Each slice has inputs of its own. In decode, where reading the weight once is what the GEMM takes, those of all
+        slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the
+        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, the further
+        slices are computed only for the rows that are, if the weight can be read only for their columns, and their
+        columns are put in place here.
         """
         batch = self.batch_info
         assert batch is not None
@@ -414,10 +415,17 @@ class ScuteLoRABackend(BaseLoRABackend):
         if n_slices == 1 or batch.beside:
             return base(inputs.flatten(0, 1)).unflatten(0, (n_slices, rows))
         transformed = batch.transformed_rows(layer.module_index, x.device)
-        output = base(torch.cat([inputs[0], inputs[1:, transformed].flatten(0, 1)]))
-        h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(transformed)))
-        for other, (start, stop) in zip(others, pairwise(layer.slice_offsets[1:]), strict=True):
-            h[transformed, start:stop] = other[:, start:stop]
+        further = inputs[1:, transformed]
+        slices = [slice(start, stop) for start, stop in pairwise(layer.slice_offsets[1:])]
+        if layer.shows_weight:
+            h = base(inputs[0])
+            parts = [layer.base_columns(part, columns) for part, columns in zip(further, slices, strict=True)]
+        else:
+            output = base(torch.cat([inputs[0], further.flatten(0, 1)]))
+            h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(transformed)))
+            parts = [other[:, columns] for other, columns in zip(others, slices, strict=True)]
+        for part, columns in zip(parts, slices, strict=True):
+            h[transformed, columns] = part
         return h[None]
 
 

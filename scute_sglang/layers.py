@@ -20,6 +20,7 @@ from sglang.srt.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.lora.layers import (
     BaseLayerWithLoRA,
@@ -67,6 +68,19 @@ class ScuteLayer(BaseLayerWithLoRA):
         if capturing_lora_graph():
             return self.lora_backend.batch_info is not None
         return self.lora_backend.touches(self.module_index)
+
+    @property
+    def shows_weight(self) -> bool:
+        """Whether the weight is that which the base layer's GEMM computes with, in a layout that can be read."""
+        layer = self.base_layer
+        plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+        return plain and not getattr(layer, "use_intel_amx_backend", False)  # AMX repacks even unquantised weights
+
+    def base_columns(self, x: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Some columns of ``base_linear``, of a layer that shows its weight and is split by columns if at all."""
+        layer = self.base_layer
+        bias = None if layer.skip_bias_add or layer.bias is None else layer.bias[columns]
+        return nn.functional.linear(x, layer.weight[columns], bias)
 
     def base_linear(self, x: torch.Tensor) -> torch.Tensor:
         """The base layer on other inputs than those of the forward: ``(rows, in)`` to ``(rows, out)``, this rank's

@@ -23,7 +23,7 @@ from scute_sglang.backend import ScuteLoRABackend, decode_variant
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
 from scute_sglang.sites import Range, Site, wrap_model
-from scute_sglang.weights import held_weight, sharded_ranges, shows_weight, weight_as_served
+from scute_sglang.weights import held_weight, sharded_ranges, weight_as_served
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class ScuteLoRAManager(LoRAManager):
                 inputs = min(len(form.base_sample), site.cols[1])
                 if site.rows[0] == site.cols[0] == 0 and site.rows[1] and inputs:
                     held = weight_as_served(site, inputs)[0]
-                    fit.check_base_sample(name, path, form.base_sample[:inputs], held, exact=shows_weight(site))
+                    fit.check_base_sample(name, path, form.base_sample[:inputs], held, exact=site.layer.shows_weight)
 
     def _pack(
         self,

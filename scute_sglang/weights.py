@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
 from scute_sglang.sites import Projection, Range, Site
 
 PROBE_ROWS = 512  # rows of the identity per pass: enough for a GEMM, little memory
 # Times the static scale of a layer's inputs, what FP8, int8 and NVFP4 (as 6 in a block with scale 16) hold exactly.
 PROBE_STEPS = 96
-
-
-def shows_weight(site: Site) -> bool:
-    """Whether the layer's weight is that which its GEMM computes with, in a layout that can be read."""
-    layer = site.layer.base_layer
-    plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-    return plain and not getattr(layer, "use_intel_amx_backend", False)  # AMX repacks even unquantised weights
 
 
 def weight_as_served(site: Site, inputs: int | None = None) -> torch.Tensor:
@@ -30,7 +22,7 @@ def weight_as_served(site: Site, inputs: int | None = None) -> torch.Tensor:
     layer = site.layer.base_layer
     start, stop = site.local_rows
     real = site.cols[1] - site.cols[0] if inputs is None else inputs  # SGLang may have padded the inputs behind them
-    if shows_weight(site):
+    if site.layer.shows_weight:
         return layer.weight[start:stop, :real]
     width = getattr(layer, "input_size_per_partition", layer.input_size)
     device = next(layer.parameters()).device

@@ -28,7 +28,7 @@ from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config  # noqa: E402
 from awq import GROUP, random_awq  # noqa: E402
 from scute_sglang.layers import wrap  # noqa: E402
 from scute_sglang.sites import Site  # noqa: E402
-from scute_sglang.weights import shows_weight, weight_as_served  # noqa: E402
+from scute_sglang.weights import weight_as_served  # noqa: E402
 
 IN, OUT = 96, 80
 # The layers answer in fp16, and unpack in it.
@@ -44,7 +44,7 @@ def served(layer: ReplicatedLinear, rows: tuple[int, int] = (0, OUT)) -> torch.T
     wrapper = wrap(layer, None)  # type: ignore[arg-type]  # its operators are not run
     assert wrapper is not None
     site = Site(0, wrapper, (0, rows[1] - rows[0]), (0, IN), rows)
-    assert not shows_weight(site)
+    assert not site.layer.shows_weight
     assert torch.equal(weight_as_served(site, 5), weight_as_served(site)[:, :5])
     return weight_as_served(site).float()
 

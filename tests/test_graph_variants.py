@@ -83,8 +83,9 @@ def loaded(kind: str, forms: dict[int, NormalForm]) -> LoadedAdapter:
 def layer(backend: ScuteLoRABackend, number: int) -> ScuteLayer:
     """Of the sites with this number in ``MODULE_OF_SITE``."""
     widths = [width for width, module in zip(WIDTHS, MODULE_OF_SITE, strict=True) if module == number]
-    linear = ReplicatedLinear(IN, sum(widths), bias=False, params_dtype=torch.float32)
-    linear.weight.data.normal_()
+    linear = ReplicatedLinear(IN, sum(widths), bias=True, params_dtype=torch.float32)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
     wrapper = wrap(linear, backend)
     assert wrapper is not None
     wrapper.set_slices(widths)
@@ -98,7 +99,7 @@ def dense(wrapper: ScuteLayer, forms: dict[int, NormalForm], x: torch.Tensor) ->
     for i, (start, stop) in enumerate(pairwise(wrapper.slice_offsets)):
         form = forms.get(wrapper.first_site + i, NormalForm(IN, stop - start))
         inputs = x if form.rotation is None else x + x @ torch.block_diag(*form.rotation.delta)
-        output = wrapper.base_layer.weight[start:stop] @ inputs
+        output = wrapper.base_layer.weight[start:stop] @ inputs + wrapper.base_layer.bias[start:stop]
         if form.scale_delta is not None:
             output = output * (1 + form.scale_delta)
         if form.pair is not None:
@@ -149,10 +150,13 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
             is_prefill=not beside,
             beside=beside,
         )
-        return backend.adapted(wrapper, x, lambda rows: rows @ wrapper.base_layer.weight.T, None)
+        return backend.adapted(wrapper, x, wrapper.base_linear, None)
 
     for wrapper in layers:
         found = {"prefill": forward(wrapper, beside=False), "decode": forward(wrapper, beside=True)}
+        with monkeypatch.context() as patch:
+            patch.setattr(ScuteLayer, "shows_weight", False)
+            found["prefill, weight not to be read"] = forward(wrapper, beside=False)
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "get_is_capture_mode", lambda: True)
             patch.setattr(backend_module, "get_capture_lora_variant", lambda: variant)
