@@ -166,11 +166,11 @@ class Row:
 def judge(
     found: list[tuple[str | None, Answer]], meaning: Path, adapters: Mapping[str, Path], kind: Format
 ) -> Iterator[Row]:
-    plain_oracle = Oracle(meaning, None)
+    plain_oracle = Oracle(meaning, None, device="cuda")
     base_error = 0.0
     for name in [None, *RECIPES]:
         mine = [answer for owner, answer in found if owner == name]
-        oracle = plain_oracle if name is None else Oracle(meaning, adapters[name])
+        oracle = plain_oracle if name is None else Oracle(meaning, adapters[name], device="cuda")
         expected = torch.cat([oracle.log_probabilities(answer.tokens) for answer in mine])
         plain = torch.cat([plain_oracle.log_probabilities(answer.tokens) for answer in mine])
         error = (torch.cat([answer.log_probabilities for answer in mine]) - expected).abs().mean().item()
@@ -206,6 +206,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
     ]
     passed = True
+    report = arguments.out / "quantised.md"
     for name in arguments.format or FORMATS:
         kind, folder = FORMATS[name], arguments.work / name.replace(" ", "-").replace(",", "")
         write_quantised(original, folder / "meaning", folder / "packed", kind)
@@ -217,13 +218,15 @@ def main() -> None:
             reason = str(died).splitlines()[0]
             lines.append(f"| {name} | no answer: {reason} | | | | no |")
             passed = False
+            report.write_text("\n".join(lines) + "\n")
             continue
+        print(f"{name}: the server has answered", flush=True)
         for row in judge(found, folder / "meaning", adapters, kind):
             share = f"{row.error / row.effect:.2%}" if row.effect else ""
             exact = "yes" if row.exact else "no"
             lines.append(f"| {name} | {row.adapter} | {row.error:.2e} | {row.effect:.3f} | {share} | {exact} |")
             passed &= row.exact
-    (arguments.out / "quantised.md").write_text("\n".join(lines) + "\n")
+        report.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     raise SystemExit(not passed)
 

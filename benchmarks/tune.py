@@ -6,15 +6,17 @@ Needs a CUDA GPU, torch and Triton; begins nothing after ``--deadline`` seconds.
 and ``launch_table.json``, the table with the best entries: copy it over ``kernels/scute_kernels/launch_table.json`` and
 commit it. Prints both in short.
 
-What is measured is what a server adds to a step: a CUDA graph of ``--layers`` layers holds the base GEMMs of the
-modules of a layer, each with the adapters' kernels, with weights and adapters of its own for every layer, but one
+What is measured is what a server adds to a step. In decode a CUDA graph of ``--layers`` layers holds the base GEMMs of
+the modules of a layer, each with the adapters' kernels, with weights and adapters of its own for every layer, but one
 shared basis for all; the time of the same graph without adapters is subtracted. So base weights pass through the L2
-cache between two kernels, as they do when serving. As in the graphs of a server, the scratch is as wide as the largest
-rank that may come. Figures are microseconds per layer, medians of replays.
+cache between two kernels, as they do when serving. In prefill the graph holds the kernels alone: nothing runs beside
+them, and beside the base GEMMs, a hundred times as long, their time would not show. As in the graphs of a server, the
+scratch is as wide as the largest rank that may come. Figures are microseconds per layer, medians of replays.
 
-The order is that of a server. In decode ``shrink`` runs on a second stream beside the base GEMM; on a third
-``shared_shrink``, then ``shared_expand``, which writes an ``addend``; ``expand`` waits for all and adds it. In prefill
-there is one stream, and ``shared_expand`` adds to ``h`` after ``expand``.
+The order is that of a server. In decode ``shrink`` runs on a second stream beside the base GEMM, which it gives way to
+if there are no shared bases; on a third ``shared_shrink``, then ``shared_expand``, which writes an ``addend``;
+``expand`` waits for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after
+``expand``.
 
 Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
 dependent loads from memory, per load; then for each number of rows ``expand``, ``early`` (programmatic dependent
@@ -60,7 +62,7 @@ from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
-from scute_kernels.stream import on_stream
+from scute_kernels.stream import give_way, on_stream
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
 
@@ -415,8 +417,10 @@ class Step:
         return next(filter(None, (sites.wrong(setting) for sites in self.modules)), None)
 
     def added(self, setting: Setting, before: bool = True, after: bool = True) -> float:
-        """Seconds that the adapters add to a layer; without what is before or after the base layer, on request."""
-        return self._seconds(setting, before, after) - self._seconds(setting, before=False, after=False)
+        """Seconds that the adapters add to a layer, in prefill of their kernels alone; without what is before or after
+        the base layer, on request."""
+        seconds = self._seconds(setting, before, after)
+        return seconds - self._seconds(setting, before=False, after=False) if self.batch.decode else seconds
 
     def _seconds(self, setting: Setting, before: bool, after: bool) -> float:
         scratch = [sites.scratch(setting) for sites in self.modules]
@@ -430,11 +434,14 @@ class Step:
                 for number, (sites, h) in enumerate(zip(self.modules, self.outputs, strict=True)):
                     if before:
                         with on_stream(own_side):
+                            if own_side is not None and not self.batch.shares:
+                                give_way(h)
                             sites.own_before(layer, scratch[number], setting)
                     if before and self.batch.shares:
                         with on_stream(shared_side):
                             sites.shared_before(layer, scratch[number], setting)
-                    torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
+                    if self.batch.decode:
+                        torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
                     for side in filter(None, used):
                         torch.cuda.current_stream().wait_stream(side)
                     if after:

@@ -38,7 +38,7 @@ from scute_kernels.shared_expand import shared_expand
 from scute_kernels.shared_route import shared_route
 from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
-from scute_kernels.stream import on_stream
+from scute_kernels.stream import give_way, on_stream
 from scute_kernels.table import FIELDS, SHARED_FIELDS
 from scute_patches.decode_cuda_graph_runner import (
     OWN_VARIANT,
@@ -370,6 +370,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         if own_pairs:
             v = scratch("shrink", plans.own.tile_rows, batch.max_rank)
             with on_stream(own_stream):
+                if own_stream is not None and not shared:  # with shared bases it would wait for those instead
+                    give_way(v)
                 shrink(real, *own_plan, site, v)
         if shared:
             u = scratch("shared_shrink", plans.grouped.tile_rows, batch.max_shared_rank)

@@ -241,19 +241,25 @@ class Oracle:
     The adapter is loaded for a fresh base model, since some methods change its weights when an adapter is made.
     """
 
-    def __init__(self, base: Path, adapter: Path | None, dtype: torch.dtype = torch.float32) -> None:
-        self.model = load_base(base, dtype)
+    def __init__(
+        self, base: Path, adapter: Path | None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        self.device = device
+        self.model = load_base(base, dtype).to(device)
         self.options: dict[str, Any] = {}
         if adapter is None:
             return
         folder = adapter / EQUIVALENT if (adapter / EQUIVALENT).exists() else adapter
-        self.model = PeftModel.from_pretrained(self.model, str(folder)).eval()
+        self.model = PeftModel.from_pretrained(self.model, str(folder)).eval().to(device)
         if self.model.peft_config["default"].peft_type == peft.PeftType.POLY:
-            self.options["task_ids"] = torch.tensor([0])  # it mixes its skills by task, and the adapter has one
+            self.options["task_ids"] = torch.tensor(
+                [0], device=device
+            )  # it mixes its skills by task, and the adapter has one
 
     @torch.no_grad()
     def log_probabilities(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of each token after the first, given those before it: ``(len(tokens) - 1,)`` fp64."""
-        logits = self.model(input_ids=torch.tensor([list(tokens)]), **self.options).logits[0, :-1].double()
+        inputs = torch.tensor([list(tokens)], device=self.device)
+        logits = self.model(input_ids=inputs, **self.options).logits[0, :-1].double().cpu()
         chosen = torch.tensor(list(tokens[1:]))
         return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
