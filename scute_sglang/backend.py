@@ -53,17 +53,26 @@ if TYPE_CHECKING:
     from scute_sglang.sites import SiteMap
 
 
+# The largest blocks of ranks in the table of launch parameters, of own pairs and of shared bases.
+OWN_BLOCK, SHARED_BLOCK = 64, 256
+
+
 @dataclass(frozen=True)
 class Plans:
     """The two plans of a forward, see ``scute_kernels.plan``."""
 
     own: BatchPlan
     grouped: BatchPlan
+    _of: dict[int, Plans] = field(default_factory=dict)
 
     def of(self, rows: int, slots: int) -> Plans:
         """As the kernels of a forward or graph of ``rows`` rows see them: with no more tiles than they can need, as the
         rest of a static plan is dead for them, and with tiles of one row if they are few."""
+        if rows not in self._of:  # every layer asks
+            self._of[rows] = self._restricted(rows, slots)
+        return self._of[rows]
 
+    def _restricted(self, rows: int, slots: int) -> Plans:
         def part(plan: BatchPlan, tile_rows: int) -> BatchPlan:
             tiles = most_tiles(rows, plan.tiles.shape[2], slots)
             return dataclasses.replace(
@@ -126,14 +135,14 @@ class Batch:
 
     @cached_property
     def max_rank(self) -> int:
-        """At least the rank of every own pair: the rank stride of an eager forward's scratch. A power of two, so that
-        few variants of a kernel serve all batches."""
-        return next_power_of_2(max((adapter.max_rank for adapter in self.adapters.values()), default=0))
+        """At least the rank of every own pair, and of a block of ranks: the rank stride of an eager forward's scratch.
+        So its kernels are those of the graphs, which are compiled when the server starts."""
+        return max([OWN_BLOCK, *(next_power_of_2(adapter.max_rank) for adapter in self.adapters.values())])
 
     @cached_property
     def max_shared_rank(self) -> int:
         """The same of shared bases."""
-        return next_power_of_2(max((adapter.max_shared_rank for adapter in self.adapters.values()), default=0))
+        return max([SHARED_BLOCK, *(next_power_of_2(adapter.max_shared_rank) for adapter in self.adapters.values())])
 
     def transformed_rows(self, module_index: int, device: torch.device) -> torch.Tensor:
         """Numbers of the rows whose inputs an adapter transforms at a layer, ``(M,)`` int64."""
@@ -350,7 +359,7 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, self.max_rank if capturing else batch.max_rank), dtype=torch.float32)
+            v = x.new_empty((1, rows, 1, min(self.max_rank, batch.max_rank)), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
             expand(output[None], v, none, *own_plan, site, slice_offsets)
             return output
@@ -359,16 +368,16 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         def scratch(operator: str, tile_rows: int, rank: int) -> torch.Tensor:
             split = shrink_split(operator, rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            shape = (split, rows, n_slices, self.max_rank if capturing else rank)
+            shape = (split, rows, n_slices, self.max_rank if capturing else min(self.max_rank, rank))
             return x.new_empty(shape, dtype=torch.float32)
 
         # Of the output head what shared bases add would be as large as the vocabulary, in every graph.
         apart = batch.beside and index != self.site_map.head
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
-        v = u = addend = none
+        u = addend = none
+        v = scratch("shrink", plans.own.tile_rows, batch.max_rank)  # read where there is a pair only
         if own_pairs:
-            v = scratch("shrink", plans.own.tile_rows, batch.max_rank)
             with on_stream(own_stream):
                 if own_stream is not None and not shared:  # with shared bases it would wait for those instead
                     give_way(v)
@@ -450,5 +459,5 @@ def row_counts(forward_batch: ForwardBatch) -> list[int]:
 
 
 def next_power_of_2(rank: int) -> int:
-    """At least ``rank``, and 16."""
-    return max(16, 1 << (rank - 1).bit_length())
+    """At least ``rank``."""
+    return 1 << max(0, rank - 1).bit_length()

@@ -154,10 +154,10 @@ def test_rotation_blocks(spare_rows: int, block: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("spare_rows", [0, 70])
 def test_without_own_pairs(spare_rows: int) -> None:
-    """An empty ``v`` says that no adapter has an own pair: expand then serves scales and shifts alone."""
+    """Nothing has written ``v``: expand serves scales and shifts alone, and leaves it unread."""
     methods = ("ia3", "nothing")
     case = make_case(1, torch.float32, 37, (19, 5), methods, [(1, 3), (-1, 2), (0, 4)], spare_rows, 8, 1).to(DEVICE)
     before = case.h.cpu().clone()
-    empty = torch.empty(0, device=DEVICE)
-    expand_kernel.expand(case.h, empty, empty, *case.own_plan, FIRST_SITE, case.slice_offsets)
+    unwritten, none = case.scratch().fill_(torch.nan), torch.empty(0, device=DEVICE)
+    expand_kernel.expand(case.h, unwritten, none, *case.own_plan, FIRST_SITE, case.slice_offsets)
     check_expanded(case, before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scute_kernels import launch
-from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, PREFILL_WIDTH, own_tile_rows
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, PREFILL_WIDTH, own_tile_rows, tile_width
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 << 10  # of a multiprocessor of an H100 or H200, the most that a program can have
@@ -34,6 +34,28 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
         assert tile_rows * expand.block_rank * dtype.itemsize + expand.num_stages * stage <= SHARED_MEMORY
     for features in (1, 896, 4096, 14336, 28672):
         assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 64, 65, 256, 257])
+def test_an_eager_forward_has_the_kernels_of_a_graph(rows: int, dtype: torch.dtype) -> None:
+    """Though its scratch is narrower: they are compiled when the graphs are captured."""
+    pytest.importorskip("sglang")
+    from scute_patches import sgl_kernel
+
+    sgl_kernel.install()
+    from scute_sglang.backend import OWN_BLOCK, SHARED_BLOCK
+
+    width = tile_width(rows)
+    for operator, tile_rows, least in (("", own_tile_rows(rows, width), OWN_BLOCK), ("shared_", width, SHARED_BLOCK)):
+        narrow, wide = (
+            (
+                launch.shrink(f"{operator}shrink", rows, tile_rows, dtype, max_rank),
+                (launch.shared_expand if operator else launch.expand)(rows, tile_rows, dtype, max_rank),
+            )
+            for max_rank in (least, 1024)
+        )
+        assert narrow == wide
 
 
 def test_a_small_largest_rank_makes_small_blocks() -> None:

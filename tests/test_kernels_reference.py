@@ -88,8 +88,9 @@ def test_registration(operator: str) -> None:
 
 
 def test_without_own_pairs() -> None:
-    """An empty ``v`` says that no adapter has an own pair: expand then serves scales and shifts alone."""
+    """Nothing has written ``v``: expand serves scales and shifts alone, and leaves it unread."""
     case = make_case(1, torch.float32, 37, (19, 5), ("ia3", "nothing"), [(1, 3), (-1, 2), (0, 4)], 0, 8, 1)
     before = case.h.clone()
-    ops.expand(case.h, torch.empty(0), torch.empty(0), *case.own_plan, FIRST_SITE, case.slice_offsets)
+    unwritten = case.scratch().fill_(torch.nan)
+    ops.expand(case.h, unwritten, torch.empty(0), *case.own_plan, FIRST_SITE, case.slice_offsets)
     check_expanded(case, before)

@@ -114,12 +114,14 @@ def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
+@functools.lru_cache(1024)  # every launch asks
 def shrink(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
     """``operator``: "shrink" or "shared_shrink". ``rows``: N of the batch. ``max_rank``: R of the scratch."""
     chosen = choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
 
 
+@functools.lru_cache(1024)
 def shrink_split(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, in_features: int) -> int:
     """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only."""
     return split_of(in_features, choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink).share)
@@ -147,12 +149,14 @@ def width_step(slice_offsets: Sequence[int]) -> int:
     return 16 if all(offset % 16 == 0 for offset in slice_offsets) else 1
 
 
+@functools.lru_cache(1024)
 def expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expand:
     """``rows``: N of the batch. ``max_rank``: R of the scratch."""
     chosen = choose(_table()["expand"][precision(dtype)], rows, tile_rows, Expand)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
 
 
+@functools.lru_cache(1024)
 def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> SharedExpand:
     """As ``expand``."""
     chosen = choose(_table()["shared_expand"][precision(dtype)], rows, tile_rows, SharedExpand)

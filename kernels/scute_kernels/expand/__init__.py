@@ -21,7 +21,7 @@ have inputs of their own, ``h`` is ``(n_slices, N, slice_offsets[-1])``, the out
 the inputs of slice ``i`` or of the first are transformed for a row, what becomes ``h[0]`` is made from ``h[i]``, of
 which nothing else is read.
 
-``v``: as ``shrink`` or ``lookup`` wrote it; empty if no adapter of the batch has an own pair here. ``addend``: ``(N,
+``v``: as ``shrink`` or ``lookup`` wrote it, read only where a row has an own pair. ``addend``: ``(N,
 slice_offsets[-1])`` fp32, as ``shared_expand`` wrote it, which is read where a row has a basis; empty if there is
 nothing to add. The plan is an own plan.
 """

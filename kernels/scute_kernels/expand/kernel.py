@@ -41,17 +41,16 @@ def _entry(
     sites,
     first_site,
     slice_number,
-    OWN: tl.constexpr,
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether it has an ``addend``; from which block of ``h`` it comes;
-    whether there is anything to do. No part at or beyond ``n_tiles``, no pair without scratch."""
+    whether there is anything to do. No part at or beyond ``n_tiles``."""
     first = routes_ptr + (tile.to(tl.int64) * sites + first_site) * FIELDS
     entry = first + slice_number * FIELDS
     known = tile < n_tiles
-    rank = tl.load(entry + RANK, mask=known & OWN, other=0).to(tl.int32)
-    b = tl.load(entry + B, mask=known & OWN, other=-1)
+    rank = tl.load(entry + RANK, mask=known, other=0).to(tl.int32)
+    b = tl.load(entry + B, mask=known, other=-1)
     scale = tl.load(entry + SCALE, mask=known, other=-1)
     bias = tl.load(entry + BIAS, mask=known, other=-1)
     shared = tl.load(entry + BASIS, mask=known & SHARED, other=-1) >= 0
@@ -97,7 +96,6 @@ def _expand_rows(
     slice_stride,
     row_stride,
     plane_stride,
-    OWN: tl.constexpr,
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
@@ -122,7 +120,7 @@ def _expand_rows(
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + tile * WIDTH)
     rank, b_offset, scale, bias, shared, block, any_part = _entry(
-        routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
+        routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
     )
     if (row >= 0) & any_part:
         # The adapter's own memory is read while the kernel before this one may be at work; h, v and addend are not.
@@ -141,17 +139,16 @@ def _expand_rows(
         if SHARED:
             addend_pointers = addend_ptr + row.to(tl.int64) * addend_stride + begin + n
             total += tl.load(addend_pointers, mask=n_live & shared, other=0.0)
-        if OWN:
-            v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
-            v = _planes(v_row, r, r < rank, plane_stride, SPLIT)
+        v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
+        v = _planes(v_row, r, r < rank, plane_stride, SPLIT)
+        total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
+        for first_rank in range(BLOCK_RANK, rank, BLOCK_RANK):
+            r = first_rank + tl.arange(0, BLOCK_RANK)
+            within = r < rank
+            pointers = b_ptr + r[:, None].to(tl.int64) * width + n[None, :]
+            b = tl.load(pointers, mask=within[:, None] & n_live[None, :], other=0.0)
+            v = _planes(v_row, r, within, plane_stride, SPLIT)
             total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-            for first_rank in range(BLOCK_RANK, rank, BLOCK_RANK):
-                r = first_rank + tl.arange(0, BLOCK_RANK)
-                within = r < rank
-                pointers = b_ptr + r[:, None].to(tl.int64) * width + n[None, :]
-                b = tl.load(pointers, mask=within[:, None] & n_live[None, :], other=0.0)
-                v = _planes(v_row, r, within, plane_stride, SPLIT)
-                total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
         tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=n_live)
     if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
         tl.extra.cuda.gdc_wait()
@@ -200,7 +197,6 @@ def _expand_tiles(
     max_rank,
     row_stride,
     plane_stride,
-    OWN: tl.constexpr,
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
@@ -227,7 +223,7 @@ def _expand_tiles(
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
     while tl.max(rows, axis=0) >= 0:
         rank, b_offset, scale, bias, shared, block, any_part = _entry(
-            routes_ptr, tile, n_tiles, sites, first_site, slice_number, OWN, SHARED, WIDE
+            routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
         )
         if any_part:
             live = rows >= 0
@@ -238,16 +234,14 @@ def _expand_tiles(
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
             if rank <= BLOCK_RANK:
                 r = tl.arange(0, BLOCK_RANK)
-                if OWN:
-                    v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+                v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
                 for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
                     n = column + tl.arange(0, BLOCK_OUT)
                     n_live = n < width
                     total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
-                    if OWN:
-                        b_pointers = b_ptr + r[:, None] * width + n[None, :]
-                        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-                        total += tl.dot(v, b, input_precision="ieee")
+                    b_pointers = b_ptr + r[:, None] * width + n[None, :]
+                    b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+                    total += tl.dot(v, b, input_precision="ieee")
                     tl.store(
                         out_rows + n[None, :], total.to(h_ptr.dtype.element_ty), mask=live[:, None] & n_live[None, :]
                     )
@@ -291,10 +285,10 @@ def expand(
     parameters: launch.Expand | None = None,
 ) -> None:
     """``parameters``: those of the table if not given."""
-    own, shared = v.numel() > 0, addend.numel() > 0
+    shared = addend.numel() > 0
     blocks, rows, _ = h.shape
-    split, _, _, max_rank = v.shape if own else (1, 0, 0, 1)
-    plane_stride, row_stride, slice_stride, _ = v.stride() if own else (0, 0, 0, 1)
+    split, _, _, max_rank = v.shape
+    plane_stride, row_stride, slice_stride, _ = v.stride()
     parameters = parameters or launch.expand(rows, tile_rows, arena.dtype, max_rank)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
@@ -317,7 +311,6 @@ def expand(
             slice_stride,
             row_stride,
             plane_stride,
-            OWN=own,
             SHARED=shared,
             WIDE=blocks > 1,
             SLICE_OFFSETS=tuple(slice_offsets),
@@ -351,7 +344,6 @@ def expand(
         max_rank,
         row_stride,
         plane_stride,
-        OWN=own,
         SHARED=shared,
         WIDE=blocks > 1,
         SLICE_OFFSETS=tuple(slice_offsets),

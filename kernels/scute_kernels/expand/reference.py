@@ -26,7 +26,7 @@ def expand(
         transformed = (routes[tile, first_site:, ROTATION] >= 0).tolist()
         for i, (begin, end) in enumerate(pairwise(slice_offsets)):
             fields = routes[tile, first_site + i].tolist()
-            rank = fields[RANK] if v.numel() else 0
+            rank = fields[RANK]
             shared = addend.numel() > 0 and fields[BASIS] >= 0
             moved = i > 0 and h.shape[0] > 1 and (transformed[0] or transformed[i])
             if fields[SCALE] < 0 and fields[BIAS] < 0 and not (rank or shared or moved):
