@@ -157,16 +157,15 @@ PREFILL_EXPANDS = [
     )
 ]
 PREFILL_SHARED_EXPAND = launch.SharedExpand(
-    block_rank=256, block_out=64, run=8, tile_programs=16, num_warps=8, num_stages=2
+    block_rank=256, block_out=32, run=16, tile_programs=16, num_warps=4, num_stages=2
 )
-PREFILL_SHARED_EXPANDS = [
+PREFILL_SHARED_EXPANDS = [  # wider blocks and more stages do not fit into the shared memory of every GPU
     replace(PREFILL_SHARED_EXPAND, block_out=block_out, run=run, num_warps=num_warps, num_stages=num_stages)
     for block_out, run, num_warps, num_stages in (
-        (64, 8, 8, 2),
-        (64, 8, 8, 3),
         (32, 16, 4, 2),
-        (32, 16, 4, 3),
-        (64, 8, 4, 2),
+        (32, 16, 8, 2),
+        (32, 8, 4, 2),
+        (16, 32, 4, 3),
     )
 ]
 SHARED_SHRINKS = [
