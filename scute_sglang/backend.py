@@ -84,6 +84,16 @@ class Plans:
         )
 
 
+@dataclass(frozen=True)
+class Transformed:
+    """The rows whose inputs some adapters transform. ``rows``: their numbers in the batch, ``(M,)`` int64.
+    ``row_slot``, ``tiles``: of a grouped plan of these rows alone."""
+
+    rows: torch.Tensor
+    row_slot: torch.Tensor
+    tiles: torch.Tensor
+
+
 @dataclass
 class Batch:
     """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
@@ -92,6 +102,7 @@ class Batch:
     ``use_cuda_graph``: SGLang reads them.
     ``beside``: whether what does not depend on the base layer is computed beside it: in decode, where the base layer
     waits for memory; in prefill it leaves no multiprocessor idle.
+    ``transformed``: of an eager prefill, by the slots of adapters that transform inputs at a layer.
     What an eager forward needs is worked out when its first layer asks; a replayed decode graph never does.
     """
 
@@ -102,7 +113,7 @@ class Batch:
     use_cuda_graph: bool
     is_prefill: bool
     beside: bool
-    _transformed_rows: dict[frozenset[int], torch.Tensor] = field(default_factory=dict)
+    transformed: dict[frozenset[int], Transformed] = field(default_factory=dict)
 
     @property
     def has_active_lora(self) -> bool:
@@ -143,17 +154,6 @@ class Batch:
     def max_shared_rank(self) -> int:
         """The same of shared bases."""
         return max([SHARED_BLOCK, *(next_power_of_2(adapter.max_shared_rank) for adapter in self.adapters.values())])
-
-    def transformed_rows(self, module_index: int, device: torch.device) -> torch.Tensor:
-        """Numbers of the rows whose inputs an adapter transforms at a layer, ``(M,)`` int64."""
-        slots = frozenset(slot for slot, adapter in self.adapters.items() if module_index in adapter.rotated)
-        if slots not in self._transformed_rows:  # adapters have their rotations at all layers, as a rule
-            rows = np.flatnonzero(np.repeat([slot in slots for slot in self.slots], self.counts))
-            host = torch.from_numpy(rows)
-            if device.type == "cuda":
-                host = host.pin_memory()
-            self._transformed_rows[slots] = host.to(device, non_blocking=True)
-        return self._transformed_rows[slots]
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,8 @@ class ScuteLoRABackend(BaseLoRABackend):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:
                     shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
-        h = self._transformed_base(layer, x, base, plans.grouped) if rotates else base(x)[None]
+        whole = batch.beside or pruned is not None
+        h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
         for stream in filter(None, (own_stream, shared_stream)):
             torch.cuda.current_stream().wait_stream(stream)
         adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
@@ -405,39 +406,67 @@ class ScuteLoRABackend(BaseLoRABackend):
         x: torch.Tensor,
         base: Callable[[torch.Tensor], torch.Tensor],
         plan: BatchPlan,
+        whole: bool,
     ) -> torch.Tensor:
-        """The base layer on the transformed inputs, ``h`` as ``expand`` takes it.
+        """The base layer on the transformed inputs, ``h`` as ``expand`` takes it. ``plan``: of the rows of ``x``.
+        ``whole``: in decode, or if these are those of the output head and not the batch's.
 
         Each slice has inputs of its own. In decode, where reading the weight once is what the GEMM takes, those of all
         slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the
-        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, the further
-        slices are computed only for the rows that are, if the weight can be read only for their columns, and their
-        columns are put in place here.
+        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, only rows that
+        are transformed have inputs of the further slices, which meet only the columns of these, if the weight can be
+        cut, and their columns are put in place here.
         """
         batch = self.batch_info
         assert batch is not None
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         real = x[:, : layer.in_features]
-        inputs = x.new_empty((n_slices, rows, real.shape[1]))
         memory = (self.pool.arena.tensor, self.pool.table)
-        rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, inputs)
-        if real.shape[1] != x.shape[1]:
-            inputs = torch.nn.functional.pad(inputs, (0, x.shape[1] - real.shape[1]))
-        if n_slices == 1 or batch.beside:
+
+        if whole:
+            inputs = x.new_empty((n_slices, rows, real.shape[1]))
+            rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, inputs)
+            if real.shape[1] != x.shape[1]:
+                inputs = torch.nn.functional.pad(inputs, (0, x.shape[1] - real.shape[1]))
             return base(inputs.flatten(0, 1)).unflatten(0, (n_slices, rows))
-        transformed = batch.transformed_rows(layer.module_index, x.device)
-        further = inputs[1:, transformed]
+
+        transformed = self._transformed(batch, layer.module_index)
+        chosen = transformed.rows
+        inputs = x.new_empty((n_slices, len(chosen), real.shape[1]))
+        rotate(real[chosen], transformed.row_slot, transformed.tiles, *memory, layer.first_site, inputs)
+        first, further = x.clone(), inputs[1:]
+        first[chosen, : real.shape[1]] = inputs[0]
         slices = [slice(start, stop) for start, stop in pairwise(layer.slice_offsets[1:])]
-        if layer.shows_weight:
-            h = base(inputs[0])
+        if layer.shows_weight or n_slices == 1:
+            h = base(first)
             parts = [layer.base_columns(part, columns) for part, columns in zip(further, slices, strict=True)]
         else:
-            output = base(torch.cat([inputs[0], further.flatten(0, 1)]))
-            h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(transformed)))
+            output = base(torch.cat([first, further.flatten(0, 1)]))
+            h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(chosen)))
             parts = [other[:, columns] for other, columns in zip(others, slices, strict=True)]
         for part, columns in zip(parts, slices, strict=True):
-            h[transformed, columns] = part
+            h[chosen, columns] = part
         return h[None]
+
+    def _transformed(self, batch: Batch, module_index: int) -> Transformed:
+        """Of an eager prefill, at a layer; adapters have their rotations at all layers, as a rule."""
+        slots = frozenset(slot for slot, adapter in batch.adapters.items() if module_index in adapter.rotated)
+        if slots not in batch.transformed:
+            owners = [(slot, count) for slot, count in zip(batch.slots, batch.counts, strict=True) if slot in slots]
+            counts = [count for _, count in owners]
+            rows = sum(counts)
+            width = tile_width(rows)
+            numbers = np.flatnonzero(np.repeat([slot in slots for slot in batch.slots], batch.counts))
+            groups = self.pool.groups(slots)
+            packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width)
+            plan = view_plan(self._to_device(packed), rows, width, packed)  # no operator asks for its routes
+            batch.transformed[slots] = Transformed(
+                self._to_device(torch.from_numpy(numbers)), plan.row_slot, plan.tiles
+            )
+        return batch.transformed[slots]
+
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
+        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
 
 
 def decode_variant(adapters: Collection[LoadedAdapter]) -> str:

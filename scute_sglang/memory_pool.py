@@ -90,8 +90,9 @@ class LoadedAdapter:
         adapter, so those share none.
         """
         rows, bases = self.packed.rows, self.packed.bases
-        if (rows[:, table.BLOCK] > 1).any():
-            return None
+        rotates = rows[:, table.BLOCK] > 0
+        if (rotates & ((rows[:, table.BLOCK] > 1) | (rows[:, table.BLOCK_STRIDE] != 1))).any():
+            return None  # more than a diagonal
         if len(bases) <= 1:
             return bases
         sites = (rows[:, table.BASIS] >= 0).nonzero().flatten().tolist()

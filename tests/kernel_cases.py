@@ -224,7 +224,10 @@ def make_case(
                     of_site,
                     block,
                 )
-        groups.append(-1 if method == "everything" else choose.choice([basis, basis, -1]))
+        of_slot = table[slot, FIRST_SITE : FIRST_SITE + n_slices]
+        diagonal = (of_slot[:, BLOCK] <= 0) | ((of_slot[:, BLOCK] == 1) & (of_slot[:, BLOCK_STRIDE] == 1))
+        shares = method != "everything" and bool(diagonal.all())  # rotations with blocks have tiles of their own
+        groups.append(choose.choice([basis, basis, -1]) if shares else -1)
 
     live = sum(count for _, count in requests)
     rows = live + spare_rows

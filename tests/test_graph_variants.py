@@ -23,7 +23,7 @@ from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
     SHARED_VARIANT,
 )
 from scute_sglang import backend as backend_module  # noqa: E402
-from scute_sglang.backend import Batch, ScuteLoRABackend, decode_variant  # noqa: E402
+from scute_sglang.backend import Batch, HeadBatch, ScuteLoRABackend, decode_variant  # noqa: E402
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
@@ -111,6 +111,44 @@ def dense(wrapper: ScuteLayer, forms: dict[int, NormalForm], x: torch.Tensor) ->
     return torch.cat(outputs)
 
 
+def serving(forms: dict[str, dict[int, NormalForm]]) -> tuple[ScuteLoRABackend, list[ScuteLayer]]:
+    """A backend with an adapter of every kind resident, and its two layers."""
+    backend = ScuteLoRABackend(SLOTS, CPU)
+    layers = [layer(backend, number) for number in (0, 1)]
+    pool = ScuteMemoryPool(torch.zeros(len(WIDTHS), 2, dtype=torch.int64), SLOTS, torch.float32, CPU, 1 << 20, "lru")
+    pool.bring_in(list(forms), {kind: loaded(kind, of_kind) for kind, of_kind in forms.items()})
+    backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=32)
+    return backend, layers
+
+
+@torch.no_grad()
+def test_the_output_head_has_rows_of_its_own() -> None:
+    """SGLang prunes the rows of a prefill before it, so numbers of the batch's rows mean nothing there."""
+    torch.manual_seed(0)
+    forms = {kind: forms_of(kind) for kind in ("lora", "oft")}
+    backend, (_, head) = serving(forms)
+    owners = [None, "oft", "lora", "oft"]
+    slots = [-1 if owner is None else backend.pool.get_buffer_id(owner) for owner in owners]
+    backend.batch_info = eager(backend, slots, [3, 2, 4, 1])
+    x = torch.randn(len(owners), IN)
+    output = backend.adapted(head, x, head.base_linear, HeadBatch(backend._eager_plans(slots, [1] * 4), 4))
+    expected = [dense(head, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)]
+    torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
+
+
+def eager(backend: ScuteLoRABackend, slots: list[int], counts: list[int], beside: bool = False) -> Batch:
+    """An eager forward of a request in each slot; ``beside``: a decode."""
+    return Batch(
+        plans=backend._eager_plans(slots, counts),
+        slots=slots,
+        counts=counts,
+        adapters={slot: backend.pool.resident(slot) for slot in set(slots) - {-1}},
+        use_cuda_graph=False,
+        is_prefill=not beside,
+        beside=beside,
+    )
+
+
 @pytest.mark.parametrize(
     ("kinds", "variant"),
     [
@@ -126,30 +164,17 @@ def dense(wrapper: ScuteLayer, forms: dict[int, NormalForm], x: torch.Tensor) ->
 def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph that is captured for it, in an eager decode and in a prefill."""
     torch.manual_seed(0)
-    backend = ScuteLoRABackend(SLOTS, CPU)
-    layers = [layer(backend, number) for number in (0, 1)]
     forms = {kind: forms_of(kind) for kind in kinds}
-    adapters = {kind: loaded(kind, forms[kind]) for kind in kinds}
-    pool = ScuteMemoryPool(torch.zeros(len(WIDTHS), 2, dtype=torch.int64), SLOTS, torch.float32, CPU, 1 << 20, "lru")
-    pool.bring_in(kinds, adapters)
-    backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=32)
-    assert decode_variant(adapters.values()) == variant
+    backend, layers = serving(forms)
+    pool = backend.pool
+    assert decode_variant([pool.resident(pool.get_buffer_id(kind)) for kind in kinds]) == variant
 
     owners = [None, *kinds, None, kinds[0]]
     slots = [-1 if owner is None else pool.get_buffer_id(owner) for owner in owners]
     x = torch.randn(len(owners), IN)
 
     def forward(wrapper: ScuteLayer, beside: bool) -> torch.Tensor:
-        counts = [1] * len(slots)
-        backend.batch_info = Batch(
-            plans=backend._eager_plans(slots, counts),
-            slots=slots,
-            counts=counts,
-            adapters={slot: pool.resident(slot) for slot in set(slots) - {-1}},
-            use_cuda_graph=False,
-            is_prefill=not beside,
-            beside=beside,
-        )
+        backend.batch_info = eager(backend, slots, [1] * len(slots), beside)
         return backend.adapted(wrapper, x, wrapper.base_linear, None)
 
     for wrapper in layers:

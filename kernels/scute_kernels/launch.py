@@ -37,8 +37,11 @@ class RotateRows:
 
 @dataclass(frozen=True)
 class RotateTiles:
+    """``run``: blocks of columns that a program does, one after another."""
+
     block_in: int
     block_out: int
+    run: int
     num_warps: int
     num_stages: int
 
@@ -169,10 +172,10 @@ def rotate_rows() -> RotateRows:
 
 def rotate_tiles(tile_rows: int, dtype: torch.dtype) -> RotateTiles:
     if dtype == torch.float32:
-        return RotateTiles(block_in=32, block_out=32, num_warps=4, num_stages=2)
+        return RotateTiles(block_in=32, block_out=32, run=8, num_warps=4, num_stages=2)
     if tile_rows == DECODE_WIDTH:
-        return RotateTiles(block_in=32, block_out=64, num_warps=2, num_stages=3)
-    return RotateTiles(block_in=32, block_out=64, num_warps=4, num_stages=3)
+        return RotateTiles(block_in=32, block_out=64, run=1, num_warps=2, num_stages=1)
+    return RotateTiles(block_in=32, block_out=64, run=8, num_warps=4, num_stages=3)
 
 
 def lookup(max_rank: int) -> Lookup:

@@ -15,5 +15,6 @@ rotate = register(
 and rounded once; a copy of ``x[n]`` where there is none, base rows too.
 
 ``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``out``: ``(n_slices, N, in)`` contiguous, of the same dtype.
-``in`` is a multiple of every block size. The plan is a grouped plan.
+``in`` is a multiple of every block size. The plan is a grouped plan; the rows of a tile have one slot if a rotation of
+them is more than a diagonal.
 """

@@ -202,19 +202,25 @@ def _rotate_tiles(
     ROWS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    RUN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """Does ``RUN`` blocks of columns, one after another: the next ones are on their way meanwhile."""
     slice_number = tl.program_id(0)
-    first_column = tl.program_id(1) * BLOCK_OUT
+    begin = tl.program_id(1) * (RUN * BLOCK_OUT)
+    end = tl.minimum(begin + RUN * BLOCK_OUT, features)
     tile = tl.program_id(2)
-    c = first_column + tl.arange(0, BLOCK_OUT)
     out_slice_ptr = out_ptr + slice_number.to(tl.int64) * rows_of_batch * features
 
     if tile >= n_tiles:  # base rows are in no tile
         base_rows = (tile - n_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         base = tl.load(row_slot_ptr + base_rows, mask=base_rows < rows_of_batch, other=0) < 0
-        copied = base[:, None] & (c < features)[None, :]
-        copy = tl.load(x_ptr + base_rows[:, None] * x_stride + c[None, :], mask=copied)
-        tl.store(out_slice_ptr + base_rows[:, None] * features + c[None, :], copy, mask=copied)
+        if tl.max(base.to(tl.int32), axis=0) > 0:
+            for first_column in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
+                c = first_column + tl.arange(0, BLOCK_OUT)
+                copied = base[:, None] & (c < features)[None, :]
+                copy = tl.load(x_ptr + base_rows[:, None] * x_stride + c[None, :], mask=copied)
+                tl.store(out_slice_ptr + base_rows[:, None] * features + c[None, :], copy, mask=copied)
         return
 
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
@@ -223,35 +229,56 @@ def _rotate_tiles(
     length = tl.sum(live.to(tl.int32), axis=0)
     if length == 0:
         return
-    slot = tl.max(slots, axis=0)
-    one_slot = tl.sum((slots == slot).to(tl.int32), axis=0) == length
     entries = table_ptr + (slots * sites + first_site + slice_number) * FIELDS
     offsets = tl.load(entries + ROTATION, mask=live, other=-1)
     rotated = offsets >= 0
     blocks = tl.load(entries + BLOCK, mask=rotated, other=0).to(tl.int32)
     strides = tl.load(entries + BLOCK_STRIDE, mask=rotated, other=0)
-
-    mask = live[:, None] & (c < features)[None, :]
-    x_row_ptrs = x_ptr + rows * x_stride
-    x = tl.load(x_row_ptrs[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    total = x
-
     diagonal = (blocks == 1) & (strides == 1)
-    if tl.max(diagonal.to(tl.int32), axis=0) > 0:
-        delta_ptrs = arena_ptr + known_multiple(tl.where(diagonal, offsets, 0), VECTOR)
-        delta = tl.load(delta_ptrs[:, None] + c[None, :], mask=mask & diagonal[:, None], other=0.0)
-        total += x * delta.to(tl.float32)
-
     blocks = tl.where(diagonal, 0, blocks)
     k = tl.max(blocks, axis=0)
-    if k > 0:
-        if one_slot:  # one rotation for all rows
+    x_row_ptrs = x_ptr + rows * x_stride
+    out_row_ptrs = out_slice_ptr + rows * features
+
+    offset = tl.max(offsets, axis=0)
+    stride = tl.max(strides, axis=0)
+
+    if k == 0:
+        delta_rows = arena_ptr + known_multiple(tl.where(diagonal, offsets, 0), VECTOR)[:, None]
+        for first_column in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
+            c = first_column + tl.arange(0, BLOCK_OUT)
+            mask = live[:, None] & (c < features)[None, :]
+            x = tl.load(x_row_ptrs[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            delta = tl.load(delta_rows + c[None, :], mask=mask & diagonal[:, None], other=0.0)
+            total = x + x * delta.to(tl.float32)
+            tl.store(out_row_ptrs[:, None] + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    elif (k % 16 == 0) & (BLOCK_OUT % k == 0):
+        # A block of columns depends on the same inputs, as blocks of the rotation lie in it.
+        for first_column in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
+            c = first_column + tl.arange(0, BLOCK_OUT)
+            mask = live[:, None] & (c < features)[None, :]
+            x = tl.load(x_row_ptrs[:, None] + c[None, :], mask=mask, other=0.0)
+            delta = _delta(
+                arena_ptr,
+                offset,
+                known_multiple(k, 16),
+                known_multiple(stride, 16),
+                c,
+                c,
+                (c < features)[:, None] & (c < features)[None, :],
+                VECTOR,
+                16,
+            )
+            total = tl.dot(x, delta, x.to(tl.float32), input_precision="ieee")
+            tl.store(out_row_ptrs[:, None] + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        for first_column in range(begin, end, BLOCK_OUT):
+            c = first_column + tl.arange(0, BLOCK_OUT)
+            mask = live[:, None] & (c < features)[None, :]
             first = first_column // k * k
             last = tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
-            offset = tl.max(offsets, axis=0)
-            stride = tl.max(strides, axis=0)
             if k % 16 == 0:
-                total += _tile_product(
+                total = _tile_product(
                     x_row_ptrs,
                     live,
                     arena_ptr,
@@ -269,7 +296,7 @@ def _rotate_tiles(
                     BLOCK_OUT,
                 )
             else:
-                total += _tile_product(
+                total = _tile_product(
                     x_row_ptrs,
                     live,
                     arena_ptr,
@@ -283,36 +310,11 @@ def _rotate_tiles(
                     VECTOR,
                     1,
                     ROWS,
-                    BLOCK_IN,
+                    UNALIGNED_BLOCK,
                     BLOCK_OUT,
                 )
-        else:  # every row its own
-            place = tl.arange(0, ROWS)
-            for i in range(length):
-                row_k = tl.sum(tl.where(place == i, blocks, 0), axis=0)
-                if row_k > 0:
-                    row = tl.sum(tl.where(place == i, rows, 0), axis=0)
-                    row_offset = tl.sum(tl.where(place == i, offsets, 0), axis=0)
-                    row_stride = tl.sum(tl.where(place == i, strides, 0), axis=0)
-                    product = _row_product(
-                        x_ptr + row * x_stride,
-                        arena_ptr,
-                        row_offset,
-                        row_k,
-                        row_stride,
-                        c,
-                        first_column,
-                        features,
-                        VECTOR,
-                        1,
-                        BLOCK_IN,
-                        BLOCK_OUT,
-                        False,
-                    )
-                    total += tl.where((place == i)[:, None], product[None, :], 0.0)
-
-    result = tl.where(rotated[:, None], total, x).to(out_ptr.dtype.element_ty)
-    tl.store(out_slice_ptr + rows[:, None] * features + c[None, :], result, mask=mask)
+            total += tl.load(x_row_ptrs[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(out_row_ptrs[:, None] + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rotate(
@@ -349,7 +351,8 @@ def rotate(
         return
     parameters = launch.rotate_tiles(tile_rows, arena.dtype)
     places = n_tiles + triton.cdiv(rows, tile_rows)
-    _rotate_tiles[(n_slices, triton.cdiv(features, parameters.block_out), places)](
+    column_groups = triton.cdiv(features, parameters.run * parameters.block_out)
+    _rotate_tiles[(n_slices, column_groups, places)](
         x,
         row_slot,
         tiles,
@@ -367,6 +370,8 @@ def rotate(
         ROWS=tile_rows,
         BLOCK_IN=parameters.block_in,
         BLOCK_OUT=parameters.block_out,
+        RUN=parameters.run,
+        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        **launch.few_registers(parameters.num_warps),
     )
