@@ -146,8 +146,8 @@ class Batch:
 
     @cached_property
     def max_rank(self) -> int:
-        """At least the rank of every own pair, and of a block of ranks: the rank stride of an eager forward's scratch.
-        So its kernels are those of the graphs, which are compiled when the server starts."""
+        """At least the rank of every own pair, and of a block of ranks: of an eager forward's scratch. So its kernels
+        are those of the graphs, which are compiled when the server starts."""
         return max([OWN_BLOCK, *(next_power_of_2(adapter.max_rank) for adapter in self.adapters.values())])
 
     @cached_property
@@ -201,7 +201,8 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
-        self.site_map, self.pool, self.max_rank = site_map, pool, max_rank
+        self.site_map, self.pool = site_map, pool
+        self.max_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -357,9 +358,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
         none = x.new_empty(0, dtype=torch.float32)
 
+        def scratch_rank(of_batch: int) -> int:
+            return self.max_rank if capturing else min(self.max_rank, of_batch)
+
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, min(self.max_rank, batch.max_rank)), dtype=torch.float32)
+            v = x.new_empty((1, rows, 1, scratch_rank(batch.max_rank)), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
             expand(output[None], v, none, *own_plan, site, slice_offsets)
             return output
@@ -368,18 +372,19 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         def scratch(operator: str, tile_rows: int, rank: int) -> torch.Tensor:
             split = shrink_split(operator, rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            shape = (split, rows, n_slices, self.max_rank if capturing else min(self.max_rank, rank))
-            return x.new_empty(shape, dtype=torch.float32)
+            return x.new_empty((split, rows, n_slices, scratch_rank(rank)), dtype=torch.float32)
 
-        # Of the output head what shared bases add would be as large as the vocabulary, in every graph.
-        apart = batch.beside and index != self.site_map.head
+        # What shared bases add would be as large as the vocabulary at the output head, in every graph, and as the
+        # outputs of a prefill in an eager decode of as many rows.
+        apart = batch.beside and plans.grouped.tile_rows == DECODE_WIDTH and index != self.site_map.head
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
         v = scratch("shrink", plans.own.tile_rows, batch.max_rank)  # read where there is a pair only
         if own_pairs:
             with on_stream(own_stream):
-                if own_stream is not None and not shared:  # with shared bases it would wait for those instead
+                # With shared bases it would wait for those instead; an eager forward is bound by its launches.
+                if own_stream is not None and capturing and not shared:
                     give_way(v)
                 shrink(real, *own_plan, site, v)
         if shared:

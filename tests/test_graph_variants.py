@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -23,7 +24,7 @@ from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
     SHARED_VARIANT,
 )
 from scute_sglang import backend as backend_module  # noqa: E402
-from scute_sglang.backend import Batch, HeadBatch, ScuteLoRABackend, decode_variant  # noqa: E402
+from scute_sglang.backend import OWN_BLOCK, Batch, HeadBatch, ScuteLoRABackend, decode_variant  # noqa: E402
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
@@ -32,6 +33,7 @@ from scute_sglang.sites import SiteMap  # noqa: E402
 IN, WIDTHS = 24, (18, 10, 7, 13)  # of four sites: three of a fused layer, and one of a layer of its own
 MODULE_OF_SITE = (0, 0, 0, 1)
 RANK = 5
+WIDE_RANK = OWN_BLOCK + 6  # more than the scratch of an eager forward has at least
 BASIS = Basis(torch.randn(RANK, IN), torch.randn(RANK, max(WIDTHS)))
 PACKED_BASIS = pack_basis("basis", BASIS, torch.float32)
 SLOTS, CPU = 8, torch.device("cpu")
@@ -40,8 +42,8 @@ SLOTS, CPU = 8, torch.device("cpu")
 def forms_of(kind: str) -> dict[int, NormalForm]:
     """By site. (IA)3 scales outputs of the fused layer and inputs of the other; OFT leaves one slice as it is."""
 
-    def pair(site: int) -> NormalForm:
-        return NormalForm(IN, WIDTHS[site], pair=Pair(torch.randn(3, IN), torch.randn(3, WIDTHS[site])))
+    def pair(site: int, rank: int = 3) -> NormalForm:
+        return NormalForm(IN, WIDTHS[site], pair=Pair(torch.randn(rank, IN), torch.randn(rank, WIDTHS[site])))
 
     def shared(site: int) -> NormalForm:
         parts = SharedPair("basis", torch.randn(RANK), torch.randn(WIDTHS[site]))
@@ -54,6 +56,8 @@ def forms_of(kind: str) -> dict[int, NormalForm]:
     match kind:
         case "lora":
             return {site: pair(site) for site in (0, 2, 3)}
+        case "wide lora":
+            return {site: pair(site, WIDE_RANK) for site in (1, 3)}
         case "vera":
             return {site: shared(site) for site in (0, 1, 3)}
         case "ia3":
@@ -117,7 +121,7 @@ def serving(forms: dict[str, dict[int, NormalForm]]) -> tuple[ScuteLoRABackend, 
     layers = [layer(backend, number) for number in (0, 1)]
     pool = ScuteMemoryPool(torch.zeros(len(WIDTHS), 2, dtype=torch.int64), SLOTS, torch.float32, CPU, 1 << 20, "lru")
     pool.bring_in(list(forms), {kind: loaded(kind, of_kind) for kind, of_kind in forms.items()})
-    backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=32)
+    backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=WIDE_RANK)
     return backend, layers
 
 
@@ -136,6 +140,32 @@ def test_the_output_head_has_rows_of_its_own() -> None:
     torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_graph_has_room_for_every_rank_at_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    forms = {"wide lora": forms_of("wide lora")}
+    backend, (_, embedding) = serving(forms)
+    embedding.vocab_size = IN  # type: ignore[attr-defined]  # of the class that wraps embeddings
+    slots = [-1, backend.pool.get_buffer_id("wide lora")]
+    ids = torch.tensor([4, 7])
+
+    def base(tokens: torch.Tensor) -> torch.Tensor:
+        return embedding.base_linear(torch.nn.functional.one_hot(tokens, IN).float())
+
+    def embed(adapters: dict[int, LoadedAdapter]) -> torch.Tensor:
+        backend.batch_info = dataclasses.replace(eager(backend, slots, [1, 1], beside=True), adapters=adapters)
+        return backend.adapted(embedding, ids, base, None, embedding=True)
+
+    found = [embed({slots[1]: backend.pool.resident(slots[1])})]
+    with monkeypatch.context() as patch:
+        patch.setattr(backend_module, "get_is_capture_mode", lambda: True)
+        found.append(embed({}))
+    rows = torch.nn.functional.one_hot(ids, IN).float()
+    expected = [dense(embedding, of, row) for of, row in zip(({}, forms["wide lora"]), rows, strict=True)]
+    for output in found:
+        torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
+
+
 def eager(backend: ScuteLoRABackend, slots: list[int], counts: list[int], beside: bool = False) -> Batch:
     """An eager forward of a request in each slot; ``beside``: a decode."""
     return Batch(
@@ -152,7 +182,7 @@ def eager(backend: ScuteLoRABackend, slots: list[int], counts: list[int], beside
 @pytest.mark.parametrize(
     ("kinds", "variant"),
     [
-        (["lora"], OWN_VARIANT),
+        (["lora", "wide lora"], OWN_VARIANT),
         (["lora", "vera"], SHARED_VARIANT),
         (["lora", "vera", "ia3"], ROTATE_UNFUSED_VARIANT),
         (["ia3"], ROTATE_UNFUSED_VARIANT),
@@ -173,8 +203,10 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
     slots = [-1 if owner is None else pool.get_buffer_id(owner) for owner in owners]
     x = torch.randn(len(owners), IN)
 
-    def forward(wrapper: ScuteLayer, beside: bool) -> torch.Tensor:
+    def forward(wrapper: ScuteLayer, beside: bool, captured: bool = False) -> torch.Tensor:
         backend.batch_info = eager(backend, slots, [1] * len(slots), beside)
+        if captured:  # of base requests, before it is known what will be replayed
+            backend.batch_info.adapters = {}
         return backend.adapted(wrapper, x, wrapper.base_linear, None)
 
     for wrapper in layers:
@@ -185,7 +217,7 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
         with monkeypatch.context() as patch:
             patch.setattr(backend_module, "get_is_capture_mode", lambda: True)
             patch.setattr(backend_module, "get_capture_lora_variant", lambda: variant)
-            found["graph"] = forward(wrapper, beside=True)
+            found["graph"] = forward(wrapper, beside=True, captured=True)
         rows = [
             dense(wrapper, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""expand: the Triton kernels. A program finishes one block of columns, for one row or for some tiles.
+"""expand: the Triton kernels. A program finishes a block of columns for one row, or some blocks for some tiles.
 
 They run on the critical path, after the base layer, so they wait as seldom as they can: what a tile has at a site is in
 ``routes``, at an address that depends on the launch alone, and everything else follows from that in one step.

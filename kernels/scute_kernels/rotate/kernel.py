@@ -115,7 +115,8 @@ def _rotate_rows(
             if PDL:
                 tl.extra.cuda.gdc_wait()
             x = tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
-            tl.store(out_row + c, (x + x * delta).to(out_ptr.dtype.element_ty), mask=live)
+            total = tl.where(offset >= 0, x + x * delta, x)  # a copy to the bit, of infinities too
+            tl.store(out_row + c, total.to(out_ptr.dtype.element_ty), mask=live)
     else:
         c = first_column + tl.arange(0, BLOCK_OUT)
         live = c < features
@@ -250,7 +251,7 @@ def _rotate_tiles(
             mask = live[:, None] & (c < features)[None, :]
             x = tl.load(x_row_ptrs[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
             delta = tl.load(delta_rows + c[None, :], mask=mask & diagonal[:, None], other=0.0)
-            total = x + x * delta.to(tl.float32)
+            total = tl.where(diagonal[:, None], x + x * delta.to(tl.float32), x)
             tl.store(out_row_ptrs[:, None] + c[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
     elif (k % 16 == 0) & (BLOCK_OUT % k == 0):
         # A block of columns depends on the same inputs, as blocks of the rotation lie in it.

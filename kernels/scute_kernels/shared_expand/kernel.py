@@ -1,4 +1,4 @@
-"""shared_expand: the Triton kernel. A program finishes one block of columns for some tiles.
+"""shared_expand: the Triton kernel. A program finishes some blocks of columns for some tiles.
 
 Rows, slots and route of a tile lie at addresses that depend on the launch alone, and all that ``b`` and ``u`` wait for
 is one of these. What differs between rows is read meanwhile.
