@@ -115,6 +115,10 @@ class Batch:
     beside: bool
     transformed: dict[frozenset[int], Transformed] = field(default_factory=dict)
 
+    @cached_property
+    def rows(self) -> int:
+        return sum(self.counts)
+
     @property
     def has_active_lora(self) -> bool:
         return bool(self.adapters)
@@ -235,7 +239,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         self, forward_batch: ForwardBatch, slots: Sequence[int], decode_graph: bool, prefill_graph: bool
     ) -> None:
         """Plan the forward. ``slots``: of each request, ``-1`` for the base model. One copy to the device, into the
-        static plan of the graph family if one replays, else into a new one."""
+        static plan of the graph family if one replays, else into a new one; see ``_transformed`` for another."""
         counts = row_counts(forward_batch)
         if decode_graph:
             assert self._decode_memory is not None
@@ -345,6 +349,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         # what its adapters need here.
         capturing, variant, index = get_is_capture_mode(), get_capture_lora_variant(), layer.module_index
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
+        if not capturing and pruned is None and rows < batch.rows:
+            # Else kernels would write past the end: SGLang runs in a mode that splits rows among ranks.
+            raise RuntimeError(f"a layer was given {rows} of the {batch.rows} rows of the batch")
         own_pairs = capturing or index in batch.own_pairs
         shared = variant != OWN_VARIANT if capturing else index in batch.shared
         if capturing:
@@ -394,7 +401,7 @@ class ScuteLoRABackend(BaseLoRABackend):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:
                     shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
-        whole = batch.beside or pruned is not None
+        whole = capturing or batch.beside or pruned is not None
         h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
         for stream in filter(None, (own_stream, shared_stream)):
             torch.cuda.current_stream().wait_stream(stream)
@@ -414,7 +421,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         whole: bool,
     ) -> torch.Tensor:
         """The base layer on the transformed inputs, ``h`` as ``expand`` takes it. ``plan``: of the rows of ``x``.
-        ``whole``: in decode, or if these are those of the output head and not the batch's.
+        ``whole``: in graphs, in decode, and if these are those of the output head and not the batch's.
 
         Each slice has inputs of its own. In decode, where reading the weight once is what the GEMM takes, those of all
         slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the

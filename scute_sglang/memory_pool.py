@@ -86,8 +86,8 @@ class LoadedAdapter:
     def group(self) -> Hashable | None:
         """Adapters with equal groups may share tiles of the grouped plan; ``None``: it shares with no other.
 
-        They must have the same basis wherever they have one. A rotation with blocks is read once for a tile of one
-        adapter, so those share none.
+        They must have the same basis wherever they have one. A rotation that is more than a diagonal is read once for a
+        tile, so an adapter with one must share none.
         """
         rows, bases = self.packed.rows, self.packed.bases
         rotates = rows[:, table.BLOCK] > 0

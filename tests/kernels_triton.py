@@ -30,6 +30,7 @@ from kernel_cases import (
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
+from scute_kernels.plan import PREFILL_WIDTH
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
@@ -133,21 +134,22 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [1, 3, 8, 32, 48, 64, 192])
-@pytest.mark.parametrize("spare_rows", [0, 70])
-def test_rotation_blocks(spare_rows: int, block: int, dtype: torch.dtype) -> None:
-    """Every size of block, by rows and by tiles, one slot to a tile and several."""
+@pytest.mark.parametrize("block", [1, 3, 8, 16, 32, 48, 64, 192])
+@pytest.mark.parametrize(("spare_rows", "places"), [(0, None), (70, None), (0, PREFILL_WIDTH)])
+def test_rotation_blocks(spare_rows: int, places: int | None, block: int, dtype: torch.dtype) -> None:
+    """Every size of block, by rows, and by tiles of each width with more columns than one program does."""
     case = make_case(
         seed=block,
         dtype=dtype,
-        in_features=576,
+        in_features=576 if dtype == torch.float32 or not places else 1152,
         widths=(8,),
         methods=("oft", "oft", "ia3", "everything"),
-        requests=[(0, 1), (2, 1), (1, 2), (-1, 1), (3, 1)],
+        requests=[(0, 3), (2, 1), (1, 2), (-1, 1), (3, 1)],
         spare_rows=spare_rows,
         max_rank=3,
         split=1,
         block=block,
+        places=places,
     )
     check_rotate(rotate_kernel.rotate, case.to(DEVICE))
 

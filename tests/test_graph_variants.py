@@ -17,6 +17,7 @@ sgl_kernel.install()
 
 from sglang.srt.layers.linear import ReplicatedLinear  # noqa: E402
 
+from scute_kernels.plan import MOST_DECODE_ROWS  # noqa: E402
 from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
     OWN_VARIANT,
     ROTATE_UNFUSED_VARIANT,
@@ -140,6 +141,42 @@ def test_the_output_head_has_rows_of_its_own() -> None:
     torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
 
+def check_transformed(batch: Batch) -> None:
+    """Every transformed row is in one tile, which is of one adapter if its rotation is more than a diagonal."""
+    for transformed in batch.transformed.values():
+        rows, slots = transformed.tiles[:, transformed.tiles[0] >= 0]
+        assert sorted(rows.tolist()) == list(range(len(transformed.rows)))
+        assert torch.equal(slots, transformed.row_slot[rows.long()])
+        for tile in transformed.tiles[1]:
+            owners = {batch.adapters[slot].method for slot in tile[tile >= 0].tolist()}
+            assert len(owners) <= 1 or owners == {"ia3"}
+
+
+@torch.no_grad()
+def test_an_eager_decode_of_many_rows() -> None:
+    """More than any graph has: tiles are those of a prefill."""
+    torch.manual_seed(0)
+    forms = {kind: forms_of(kind) for kind in ("lora", "vera", "ia3", "oft")}
+    backend, layers = serving(forms)
+    owners = [None, *forms] * 52
+    slots = [-1 if owner is None else backend.pool.get_buffer_id(owner) for owner in owners]
+    assert len(slots) > MOST_DECODE_ROWS
+    backend.batch_info = eager(backend, slots, [1] * len(slots), beside=True)
+    x = torch.randn(len(slots), IN)
+    for wrapper in layers:
+        output = backend.adapted(wrapper, x, wrapper.base_linear, None)
+        rows = [dense(wrapper, {} if own is None else forms[own], row) for own, row in zip(owners, x, strict=True)]
+        torch.testing.assert_close(output, torch.stack(rows), rtol=1e-5, atol=1e-4)
+
+
+def test_a_layer_that_sees_only_some_rows_is_an_error() -> None:
+    forms = {"lora": forms_of("lora")}
+    backend, (wrapper, _) = serving(forms)
+    backend.batch_info = eager(backend, [backend.pool.get_buffer_id("lora")] * 2, [1, 2])
+    with pytest.raises(RuntimeError, match="2 of the 3 rows"):
+        backend.adapted(wrapper, torch.randn(2, IN), wrapper.base_linear, None)
+
+
 @torch.no_grad()
 def test_a_graph_has_room_for_every_rank_at_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -201,13 +238,19 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
 
     owners = [None, *kinds, None, kinds[0]]
     slots = [-1 if owner is None else pool.get_buffer_id(owner) for owner in owners]
-    x = torch.randn(len(owners), IN)
+    lengths = [1 + number % 3 for number in range(len(owners))]  # rows of each request of a prefill
 
-    def forward(wrapper: ScuteLayer, beside: bool, captured: bool = False) -> torch.Tensor:
-        backend.batch_info = eager(backend, slots, [1] * len(slots), beside)
+    def forward(wrapper: ScuteLayer, beside: bool, captured: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = [1] * len(slots) if beside else lengths
+        backend.batch_info = eager(backend, slots, counts, beside)
         if captured:  # of base requests, before it is known what will be replayed
             backend.batch_info.adapters = {}
-        return backend.adapted(wrapper, x, wrapper.base_linear, None)
+        x = torch.randn(sum(counts), IN)
+        found = backend.adapted(wrapper, x, wrapper.base_linear, None)
+        check_transformed(backend.batch_info)
+        of_rows = [owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)]
+        rows = [dense(wrapper, {} if own is None else forms[own], row) for own, row in zip(of_rows, x, strict=True)]
+        return found, torch.stack(rows)
 
     for wrapper in layers:
         found = {"prefill": forward(wrapper, beside=False), "decode": forward(wrapper, beside=True)}
@@ -218,11 +261,6 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
             patch.setattr(backend_module, "get_is_capture_mode", lambda: True)
             patch.setattr(backend_module, "get_capture_lora_variant", lambda: variant)
             found["graph"] = forward(wrapper, beside=True, captured=True)
-        rows = [
-            dense(wrapper, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)
-        ]
-        for name, output in found.items():
+        for name, (output, expected) in found.items():
             # sums of some 30 products of about 5, and values of up to 100, in fp32
-            torch.testing.assert_close(
-                output, torch.stack(rows), rtol=1e-5, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")

@@ -140,6 +140,17 @@ def of_forms(forms: dict[int, NormalForm], module_of_site: list[int]) -> LoadedA
     return LoadedAdapter("uid", "name", "test", "content", packed, {}, {}, module_of_site)
 
 
+@pytest.mark.parametrize(
+    ("delta", "shares"),
+    [((IN, 1, 1), True), ((1, 1, 1), False), ((IN // 4, 4, 4), False), ((1, 4, 4), False), ((1, IN, IN), False)],
+)
+def test_rotations_have_tiles_of_their_own(delta: tuple[int, int, int], shares: bool) -> None:
+    """Unless they are diagonals, which are read for each row."""
+    rotation = Rotation(torch.randn(delta))
+    group = of_forms({1: NormalForm(IN, OUT, rotation=rotation)}, list(range(SITES))).group
+    assert (group is not None) == shares
+
+
 def test_the_decode_graph_holds_what_a_batch_needs() -> None:
     """Sites 0 to 2 are one fused layer, site 3 is one of its own."""
     layers = [0, 0, 0, 1]

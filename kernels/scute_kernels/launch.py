@@ -195,8 +195,9 @@ def _compiles_for_nvidia() -> bool:
 
 
 def few_registers(num_warps: int) -> dict[str, Any]:
-    """A launch option for a kernel that the compiler would give more registers than it needs, so that fewer programs
-    would be resident: three of four warps on a multiprocessor of an NVIDIA GPU, or two of eight."""
+    """A launch option for a kernel that the compiler would give so many registers that fewer programs are resident:
+    three of four warps on a multiprocessor of an NVIDIA GPU, or two of eight. It spills next to nothing, but where a
+    rare way through the kernel needs more."""
     return {"maxnreg": 168 if num_warps <= 4 else 128} if _compiles_for_nvidia() else {}
 
 

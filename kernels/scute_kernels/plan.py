@@ -2,7 +2,7 @@
 
 A forward has two. The *own* plan, of the rows of all adapters, serves what follows the base layer: its tiles are of one
 adapter. The *grouped* plan serves shared bases, which one tile reads for rows of several adapters, and input
-transforms.
+transforms; in prefill these have a grouped plan of the transformed rows alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class BatchPlan:
     ``row_slot``: ``(N,)`` int32, the slot of each row, ``-1`` for a *base row*, for which this plan has nothing to do.
     ``tiles``: ``(2, T, width)`` int32: the rows of each tile, and their slots, both ``-1`` behind the last. Live tiles
     come first. Base rows are in no tile. In an own plan the rows of a tile have one slot; in a grouped plan, wherever
-    they have a shared basis, it is the same, and is read once for all of them.
+    they have a shared basis, it is the same, and is read once for all of them; and they have one slot if it has a
+    rotation that is more than a diagonal.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
     plan, which operator ``route`` writes once per forward, ``(T, sites, SHARED_FIELDS)`` of a grouped plan, which
     ``shared_route`` writes.

@@ -60,6 +60,13 @@ def refuse_unsupported(args) -> None:
         (args.enable_lora_overlap_loading, "--enable-lora-overlap-loading", "adapters are copied in ahead of a step"),
         (args.pp_size > 1, "--pp-size > 1", "use --tp-size"),
         (args.enable_dp_attention, "--enable-dp-attention", "use --tp-size, or several servers"),
+        # In these a layer sees only some of the rows of the batch.
+        (args.attn_cp_size > 1, "--attn-cp-size > 1", "use --tp-size"),
+        (args.dcp_size > 1, "--dcp-size > 1", "use --tp-size"),
+        (args.enable_prefill_cp, "--enable-prefill-cp", "use --tp-size"),
+        (args.moe_dense_tp_size is not None, "--moe-dense-tp-size", "leave it out"),
+        (args.moe_a2a_backend != "none", "--moe-a2a-backend", "leave it out"),
+        (args.enable_attn_tp_input_scattered, "--enable-attn-tp-input-scattered", "leave it out"),
         (args.enable_two_batch_overlap, "--enable-two-batch-overlap", "leave it out"),
         (args.enable_pdmux, "--enable-pdmux", "leave it out"),
         (args.speculative_algorithm is not None, "--speculative-algorithm", "leave it out"),
