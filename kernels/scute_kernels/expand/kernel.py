@@ -32,6 +32,9 @@ from scute_kernels.device import (
     slice_of_block,
 )
 
+# The most common ranks have blocks of their own, so that they do not take the time of larger ones.
+SMALL_RANK = tl.constexpr(16)
+
 
 @triton.jit
 def _entry(
@@ -180,6 +183,44 @@ def _base(
     return h
 
 
+@triton.jit
+def _columns(
+    out_rows,
+    h_rows,
+    addend_rows,
+    v_rows,
+    b_ptr,
+    arena_ptr,
+    rank,
+    scale,
+    bias,
+    shared,
+    live,
+    max_rank,
+    plane_stride,
+    width,
+    first_column,
+    last_column,
+    SHARED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Finishes some columns of a tile whose rank is at most ``BLOCK_RANK``, each block while the next are read."""
+    r = tl.arange(0, BLOCK_RANK)
+    v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+    for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
+        n = column + tl.arange(0, BLOCK_OUT)
+        n_live = n < width
+        total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
+        b_pointers = b_ptr + r[:, None] * width + n[None, :]
+        b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+        total += tl.dot(v, b, input_precision="ieee")
+        tl.store(out_rows + n[None, :], total.to(out_rows.dtype.element_ty), mask=live[:, None] & n_live[None, :])
+
+
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
 def _expand_tiles(
     h_ptr,
@@ -232,19 +273,56 @@ def _expand_tiles(
             addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
             v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
-            if rank <= BLOCK_RANK:
-                r = tl.arange(0, BLOCK_RANK)
-                v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
-                for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
-                    n = column + tl.arange(0, BLOCK_OUT)
-                    n_live = n < width
-                    total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
-                    b_pointers = b_ptr + r[:, None] * width + n[None, :]
-                    b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-                    total += tl.dot(v, b, input_precision="ieee")
-                    tl.store(
-                        out_rows + n[None, :], total.to(h_ptr.dtype.element_ty), mask=live[:, None] & n_live[None, :]
-                    )
+            if rank <= SMALL_RANK:
+                _columns(
+                    out_rows,
+                    h_rows,
+                    addend_rows,
+                    v_rows,
+                    b_ptr,
+                    arena_ptr,
+                    rank,
+                    scale,
+                    bias,
+                    shared,
+                    live,
+                    max_rank,
+                    plane_stride,
+                    width,
+                    first_column,
+                    last_column,
+                    SHARED,
+                    VECTOR,
+                    SPLIT,
+                    SMALL_RANK,
+                    BLOCK_OUT,
+                    STAGES,
+                )
+            elif rank <= BLOCK_RANK:
+                _columns(
+                    out_rows,
+                    h_rows,
+                    addend_rows,
+                    v_rows,
+                    b_ptr,
+                    arena_ptr,
+                    rank,
+                    scale,
+                    bias,
+                    shared,
+                    live,
+                    max_rank,
+                    plane_stride,
+                    width,
+                    first_column,
+                    last_column,
+                    SHARED,
+                    VECTOR,
+                    SPLIT,
+                    BLOCK_RANK,
+                    BLOCK_OUT,
+                    STAGES,
+                )
             else:
                 for column in range(first_column, last_column, BLOCK_OUT):
                     n = column + tl.arange(0, BLOCK_OUT)
