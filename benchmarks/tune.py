@@ -243,8 +243,12 @@ BATCHES = {
         distinct("20: LoRA DoRA (IA)3 VeRA", [R16, DORA, IA3, VERA] * 5),
         distinct("64: (IA)3 VeRA", [IA3] * 32 + [VERA] * 32),
     ),
-    ("own", 64): (
+    ("own", 32): (
         distinct("20 LoRA r16", [R16] * 20),
+        distinct("32 LoRA r16", [R16] * 32),
+        Batch("32 rows of one LoRA r16", (R16,), (0,) * 32),
+    ),
+    ("own", 64): (
         Batch("64 rows of 20 LoRA r16", (R16,) * 20, tuple(n % 20 for n in range(64))),
         Batch("64 rows of one LoRA r16", (R16,), (0,) * 64),
         distinct("64 LoRA r16", [R16] * 64),
