@@ -100,14 +100,20 @@ class Reference:
         return found
 
 
-def prompts(count: int, seed: int, vocabulary: int = 128000) -> list[list[int]]:
+def prompts(count: int, seed: int, vocabulary: int = 128000, shortest: int = 20) -> list[list[int]]:
+    """Of up to 70 tokens more than the shortest may have."""
     draw = random.Random(seed)
-    return [[draw.randrange(10, vocabulary) for _ in range(draw.randrange(20, 90))] for _ in range(count)]
+    return [
+        [draw.randrange(10, vocabulary) for _ in range(draw.randrange(shortest, shortest + 70))] for _ in range(count)
+    ]
 
 
-def scenario(server: Server, names: list[str | None], new_tokens: int, seed: int) -> list[tuple[str | None, object]]:
+def scenario(
+    server: Server, names: list[str | None], new_tokens: int, seed: int, shortest: int = 20
+) -> list[tuple[str | None, object]]:
     """Requests sent together; returns (adapter, answer)."""
-    return list(zip(names, server.generate(prompts(len(names), seed), names, new_tokens), strict=True))
+    texts = prompts(len(names), seed, shortest=shortest)
+    return list(zip(names, server.generate(texts, names, new_tokens), strict=True))
 
 
 def run_server(base: Path, adapters: Path, attention: str, log: Path) -> dict[str, list]:
@@ -128,6 +134,8 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> dict[st
             "no fused rotation": scenario(
                 server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5
             ),
+            # Prefills of more rows of each adapter than a tile has.
+            "long prompts": scenario(server, everything, 4, seed=10, shortest=300),
             "more requests than slots": scenario(server, [*everything, *everything, None, None], 8, seed=6),
             "more requests than graphs": scenario(server, [*everything, *everything, *everything], 8, seed=9),
         }
