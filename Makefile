@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer, git and make:
-#   make demo   serve adapters of every method in one batch and compare each with PEFT
+#   make demo   serve adapters of six methods in one batch and compare each with PEFT; KEEP=DIR keeps them there
 #   make test   run the tests
 VENV ?= .venv
 PYTHON ?= python3
@@ -23,7 +23,7 @@ $(READY): pyproject.toml
 	@touch $(READY)
 
 demo: $(READY)
-	PYTHONPATH=tests $(RUN) examples/demo.py
+	PYTHONPATH=tests $(RUN) examples/demo.py $(if $(KEEP),--keep $(KEEP))
 
 test: $(READY)
 	$(RUN) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""The demo: one adapter of every method and the base model in one batch of a real server, each compared with PEFT.
+"""The demo: adapters of six methods and the base model in one batch of a real server, each compared with PEFT.
 
     make demo
 
@@ -8,8 +8,10 @@ Writes a small base model and the adapters with transformers and PEFT (nothing i
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +48,20 @@ class Row:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="write model, adapters and log there, and keep them")
+    kept: Path | None = parser.parse_args().keep
+    if kept is not None:
+        if kept.exists() and any(kept.iterdir()):
+            parser.error(f"{kept} is not empty: name a new folder")
+        kept.mkdir(parents=True, exist_ok=True)
     disable_progress_bar()  # of transformers, which would draw one per model
     console = Console()
     if console.width < TABLE_WIDTH:
         console = Console(width=TABLE_WIDTH)  # a wide table that wraps is readable, one with numbers cut off is not
     gpu = torch.cuda.is_available()
     console.print(f"[bold]Scute demo[/bold] on {torch.cuda.get_device_name() if gpu else 'the CPU (no GPU found)'}")
-    with tempfile.TemporaryDirectory(prefix="scute-demo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="scute-demo-") if kept is None else nullcontext(kept) as folder:
         work = Path(folder)
         with console.status("writing a small Llama with transformers"):
             size = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512} if gpu else {}
@@ -75,6 +84,10 @@ def main() -> int:
             console.print(f"server ready at {server.url} with {len(SHOWN)} adapters")
             rows = compare(server, work, gpu, model.dtype if not gpu else torch.float16)
     console.print(table(rows))
+    if kept is not None:
+        console.print(f"kept: the model {kept / 'base'}, and adapters beside it. Next:", soft_wrap=True)
+        console.print(f"    scute inspect {kept / 'oft'} --base {kept / 'base'}", soft_wrap=True, markup=False)
+        console.print(f"    scute plan {kept / 'base'} {kept / 'lora'} {kept / 'vera'}", soft_wrap=True, markup=False)
     wrong = [row.name for row in rows if not row.exact]
     if wrong:
         console.print(f"[bold red]not exact: {', '.join(wrong)}[/bold red]")

@@ -122,6 +122,7 @@ class ScuteLoRAManager(LoRAManager):
             message = reason(error)
             if str(lora_ref.lora_name) not in message:
                 message = f"adapter {lora_ref.lora_name!r}: {message}"
+            logger.warning("refused: %s", message)  # SGLang's own log says that loading completes
             return self.create_lora_update_result(success=False, error_message=message)
         self.loras[lora_ref.lora_id] = loaded
         self.lora_refs[lora_ref.lora_id] = lora_ref

@@ -104,6 +104,12 @@ def run(*arguments: object) -> str:
     return result.output
 
 
+def test_a_narrow_terminal_cuts_no_number_off(config: Path, folders: dict[str, Path]) -> None:
+    arguments = ["plan", str(config), str(folders["lora"])]
+    narrow, wide = (CliRunner().invoke(app, arguments, env={"COLUMNS": columns}) for columns in ("60", "120"))
+    assert narrow.exit_code == 0 and narrow.output == wide.output
+
+
 def rows(output: str, first: str) -> list[list[str]]:
     lines = [line for line in output.splitlines() if line.startswith(f"│ {first} ")]
     return [[cell.strip() for cell in line.strip("│\n").split("│")] for line in lines]

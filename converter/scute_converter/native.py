@@ -136,6 +136,8 @@ def write(adapter: Adapter, folder: Path, source: str) -> None:
         (unfinished / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
         # A copy of each: safetensors refuses tensors that share memory, as those of tied modules may.
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, unfinished / WEIGHTS)
+        # Who may read the header may read the weights: safetensors lets nobody else.
+        (unfinished / WEIGHTS).chmod((unfinished / HEADER).stat().st_mode & 0o777)
         unfinished.rename(folder.absolute())  # takes the place of an empty folder only
     except BaseException:
         shutil.rmtree(unfinished)
