@@ -66,6 +66,7 @@ from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
+from scute_kernels.stream import empty
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
 
@@ -369,16 +370,11 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / seconds(lambda _: torch.neg(source, out=target), 4)
 
 
-@triton.jit
-def _empty(pointer):
-    pass
-
-
 def launch_seconds() -> float:
     """Of a kernel that does nothing, with four programs for each multiprocessor, in a graph."""
     out = torch.empty(1, device=DEVICE)
     programs = 4 if INTERPRETED else 4 * torch.cuda.get_device_properties(0).multi_processor_count
-    return seconds(lambda _: _empty[(programs,)](out), 256)
+    return seconds(lambda _: empty[(programs,)](out), 256)
 
 
 # --- bars and regressions, from rows ---------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
-from scute_kernels.stream import give_way, on_stream
+from scute_kernels.stream import empty, give_way, on_stream
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
 
@@ -509,11 +509,6 @@ def seconds(run: Callable[[], None]) -> float:
 
 
 @triton.jit
-def _empty(pointer):
-    pass
-
-
-@triton.jit
 def _chain(next_ptr, out_ptr, steps):
     """Follows ``steps`` links: each load waits for the one before it."""
     place = tl.program_id(0).to(tl.int64)
@@ -532,7 +527,7 @@ def floor(bench: Bench) -> None:
 
         def many_empty(grid: int = grid) -> None:
             for _ in range(launches):
-                _empty[(grid,)](out)
+                empty[(grid,)](out)
 
         bench.record("floor", f"empty kernel, {grid} programs", us=seconds(many_empty) / launches * 1e6)
     times = {}

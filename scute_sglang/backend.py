@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora_variant, get_is_capture_mode
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import shrink_split
+from scute_kernels.launch import shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from scute_sglang.sites import SiteMap
 
 
-# The largest blocks of ranks in the table of launch parameters, of own pairs and of shared bases.
-OWN_BLOCK, SHARED_BLOCK = 64, 256
+# Of own pairs and of shared bases.
+OWN_BLOCK, SHARED_BLOCK = widest_block("shrink", "expand"), widest_block("shared_shrink", "shared_expand")
 
 
 @dataclass(frozen=True)
@@ -446,15 +446,16 @@ class ScuteLoRABackend(BaseLoRABackend):
         chosen = transformed.rows
         inputs = x.new_empty((n_slices, len(chosen), real.shape[1]))
         rotate(real[chosen], transformed.row_slot, transformed.tiles, *memory, layer.first_site, inputs)
-        first, further = x.clone(), inputs[1:]
-        first[chosen, : real.shape[1]] = inputs[0]
+        further, cut = inputs[1:], layer.shows_weight or n_slices == 1
         slices = [slice(start, stop) for start, stop in pairwise(layer.slice_offsets[1:])]
-        if layer.shows_weight or n_slices == 1:
-            h = base(first)
+        whole_inputs = x.clone() if cut else torch.cat([x, further.flatten(0, 1)])
+        whole_inputs[chosen, : real.shape[1]] = inputs[0]
+        output = base(whole_inputs)
+        h = output[:rows]
+        if cut:
             parts = [layer.base_columns(part, columns) for part, columns in zip(further, slices, strict=True)]
         else:
-            output = base(torch.cat([first, further.flatten(0, 1)]))
-            h, others = output[:rows], output[rows:].unflatten(0, (n_slices - 1, len(chosen)))
+            others = output[rows:].unflatten(0, (n_slices - 1, len(chosen)))
             parts = [other[:, columns] for other, columns in zip(others, slices, strict=True)]
         for part, columns in zip(parts, slices, strict=True):
             h[chosen, columns] = part

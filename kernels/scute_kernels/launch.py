@@ -117,6 +117,11 @@ def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
+def widest_block(*operators: str) -> int:
+    """The largest block of ranks that one of them may have, for any batch and precision."""
+    return max(entry["block_rank"] for name in operators for entries in _table()[name].values() for entry in entries)
+
+
 @functools.lru_cache(1024)  # every launch asks
 def shrink(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Shrink:
     """``operator``: "shrink" or "shared_shrink". ``rows``: N of the batch. ``max_rank``: R of the scratch."""

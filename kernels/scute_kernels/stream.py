@@ -21,12 +21,12 @@ def on_stream(side: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 @triton.jit
-def _empty(pointer):
-    pass
+def empty(pointer):
+    """Does nothing."""
 
 
 def give_way(memory: torch.Tensor) -> None:
     """A launch that does nothing. What follows it on the current stream begins a microsecond later, so that a kernel
     launched beside it takes its multiprocessors first: a base GEMM takes all registers of each, and would wait for the
     last program of a shrink that came before it. ``memory``: any tensor on the device."""
-    _empty[(1,)](memory)
+    empty[(1,)](memory)

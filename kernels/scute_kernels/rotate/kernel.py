@@ -43,6 +43,12 @@ def _delta(arena_ptr, offset, k, stride, j, c, mask, VECTOR: tl.constexpr, RUN: 
 
 
 @triton.jit
+def _inputs_of(first_column, k, features, BLOCK_OUT: tl.constexpr):
+    """First input that a block of columns depends on, and the end: those of whole blocks of the rotation."""
+    return first_column // k * k, tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
+
+
+@triton.jit
 def _row_product(
     x_row,
     arena_ptr,
@@ -60,8 +66,7 @@ def _row_product(
 ):
     """``x (R - I)`` of one row at the columns ``c``, ``(BLOCK_OUT,)`` fp32. ``PDL``: waits for ``x``, but not before it
     has read the rotation."""
-    first = first_column // k * k
-    last = tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
+    first, last = _inputs_of(first_column, k, features, BLOCK_OUT)
     c_live = (c < features)[None, :]
     j = first + tl.arange(0, BLOCK_IN)
     delta = _delta(arena_ptr, offset, k, stride, j, c, (j < last)[:, None] & c_live, VECTOR, RUN)
@@ -165,8 +170,7 @@ def _tile_product(
     k,
     stride,
     c,
-    first,
-    last,
+    first_column,
     features,
     VECTOR: tl.constexpr,
     RUN: tl.constexpr,
@@ -175,6 +179,7 @@ def _tile_product(
     BLOCK_OUT: tl.constexpr,
 ):
     """``x (R - I)`` where every row has the same rotation, ``(ROWS, BLOCK_OUT)`` fp32."""
+    first, last = _inputs_of(first_column, k, features, BLOCK_OUT)
     total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     for start in range(first, last, BLOCK_IN):
         j = start + tl.arange(0, BLOCK_IN)
@@ -276,8 +281,6 @@ def _rotate_tiles(
         for first_column in range(begin, end, BLOCK_OUT):
             c = first_column + tl.arange(0, BLOCK_OUT)
             mask = live[:, None] & (c < features)[None, :]
-            first = first_column // k * k
-            last = tl.minimum((first_column + BLOCK_OUT + k - 1) // k * k, features)
             if k % 16 == 0:
                 total = _tile_product(
                     x_row_ptrs,
@@ -287,8 +290,7 @@ def _rotate_tiles(
                     known_multiple(k, 16),
                     known_multiple(stride, 16),
                     c,
-                    first,
-                    last,
+                    first_column,
                     features,
                     VECTOR,
                     16,
@@ -305,8 +307,7 @@ def _rotate_tiles(
                     k,
                     stride,
                     c,
-                    first,
-                    last,
+                    first_column,
                     features,
                     VECTOR,
                     1,
