@@ -192,7 +192,7 @@ class Case:
 
     def planes(self, operator: str) -> int:
         """SPLIT of the scratch that ``operator`` writes."""
-        rows, width = self.batch.rows, tile_width(self.batch.rows)
+        rows, width = self.batch.rows, tile_width(self.batch.rows, decode=True)
         tile_rows = own_tile_rows(rows, width) if operator == "shrink" else width
         return launch.shrink_split(operator, rows, tile_rows, self.dtype, self.module.in_features)
 

@@ -65,7 +65,7 @@ class Sites:
         self.offsets = list(accumulate(module.widths, initial=0))
         self._fill(methods, layers, dtype, scaled, basis_per_layer)
 
-        width = tile_width(self.n_rows)
+        width = tile_width(self.n_rows, decode=True)
         tile_rows = own_tile_rows(self.n_rows, width)
         own = self._plan(slots, counts, [-1 for _ in methods], tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
@@ -85,7 +85,7 @@ class Sites:
         self, slots: Sequence[int], counts: Sequence[int], groups: Sequence[int], tile_rows: int, fields: int
     ) -> BatchPlan:
         """As ``build_plan`` makes it; its ``routes``, of ``fields`` fields, are not written yet."""
-        rows, width = self.n_rows, tile_width(self.n_rows)
+        rows, width = self.n_rows, tile_width(self.n_rows, decode=True)
         packed = build_plan(slots, counts, groups, rows, width, tile_rows).to(DEVICE)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
         return view_plan(packed, rows, width, routes)

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from scute_sglang.sites import SiteMap
 
 
+# More runs of rows than that are gathered for one base GEMM.
+MOST_RUNS = 8
+
 # Of own pairs and of shared bases.
 OWN_BLOCK, SHARED_BLOCK = widest_block("shrink", "expand"), widest_block("shared_shrink", "shared_expand")
 
@@ -84,12 +87,18 @@ class Plans:
         )
 
 
+# Rows of a batch: a run of them, or their numbers, ``(M,)`` int64.
+Rows = slice | torch.Tensor
+
+
 @dataclass(frozen=True)
 class Transformed:
-    """The rows whose inputs some adapters transform. ``rows``: their numbers in the batch, ``(M,)`` int64.
+    """The rows whose inputs some adapters transform. ``rows``: these, ``count`` of them; ``others``: all others.
     ``row_slot``, ``tiles``: of a grouped plan of these rows alone."""
 
-    rows: torch.Tensor
+    rows: Rows
+    count: int
+    others: Sequence[Rows]
     row_slot: torch.Tensor
     tiles: torch.Tensor
 
@@ -207,6 +216,15 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool = site_map, pool
         self.max_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
+        self._compile_rotate()
+
+    def _compile_rotate(self) -> None:
+        """For tiles of prefill: no prefill graph holds it, and the first request that needs it would wait for it."""
+        tiles = torch.full((2, 1, PREFILL_WIDTH), -1, dtype=torch.int32, device=self.device)
+        linear = (projection for projection in self.site_map.projections.values() if not projection.embedding)
+        for features in {site.cols[1] - site.cols[0] for projection in linear for site in projection.sites} - {0}:
+            x = torch.zeros(1, features, dtype=self.pool.arena.tensor.dtype, device=self.device)
+            rotate(x, tiles[0, 0, :1], tiles, self.pool.arena.tensor, self.pool.table, 0, torch.empty_like(x)[None])
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -240,7 +258,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     ) -> None:
         """Plan the forward. ``slots``: of each request, ``-1`` for the base model. One copy to the device, into the
         static plan of the graph family if one replays, else into a new one; see ``_transformed`` for another."""
-        counts = row_counts(forward_batch)
+        counts, mode = row_counts(forward_batch), forward_batch.forward_mode
         if decode_graph:
             assert self._decode_memory is not None
             plans = self._fill(slots, counts, self._decode_memory)
@@ -248,8 +266,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             assert self._prefill_memory is not None
             plans = self._fill(slots, counts, self._prefill_memory)
         else:
-            plans = self._eager_plans(slots, counts)
-        mode = forward_batch.forward_mode
+            plans = self._eager_plans(slots, counts, mode.is_decode())
         self.batch_info = Batch(
             plans=plans,
             slots=slots,
@@ -261,9 +278,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         )
         self._prepare_head(forward_batch, slots)
 
-    def _eager_plans(self, slots: Sequence[int], counts: Sequence[int]) -> Plans:
+    def _eager_plans(self, slots: Sequence[int], counts: Sequence[int], decode: bool) -> Plans:
         rows = sum(counts)
-        return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows)))
+        return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows, decode)))
 
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
@@ -289,12 +306,13 @@ class ScuteLoRABackend(BaseLoRABackend):
         pruned = get_lm_head_pruned_lens(forward_batch)
         if pruned is None or not self.touches(self.site_map.head):
             return
-        self.lm_head_batch_info = HeadBatch(self._eager_plans(slots, pruned), sum(pruned))
+        self.lm_head_batch_info = HeadBatch(self._eager_plans(slots, pruned, decode=False), sum(pruned))
         pass_rows = envs.SGLANG_LOGPROB_CHUNK_SIZE.get()
         if envs.SGLANG_ENABLE_LOGPROB_CHUNK.get() and sum(pruned) > pass_rows:
             segments = build_lm_head_pass_segments(list(slots), pruned, pass_rows)
             self.lm_head_pass_batch_infos = [
-                HeadBatch(self._eager_plans(owners, lengths), sum(lengths)) for owners, lengths in segments
+                HeadBatch(self._eager_plans(owners, lengths, decode=False), sum(lengths))
+                for owners, lengths in segments
             ]
 
     def touches(self, module_index: int) -> bool:
@@ -425,40 +443,47 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         Each slice has inputs of its own. In decode, where reading the weight once is what the GEMM takes, those of all
         slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the
-        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, only rows that
-        are transformed have inputs of the further slices, which meet only the columns of these, if the weight can be
-        cut, and their columns are put in place here.
+        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, the rows that
+        are not transformed meet the whole weight, the inputs of each slice the columns of it, so that nothing is
+        computed twice or in vain. If the weight cannot be cut, only rows that are transformed have inputs of the
+        further slices, and their columns are put in place here.
         """
         batch = self.batch_info
         assert batch is not None
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         real = x[:, : layer.in_features]
-        memory = (self.pool.arena.tensor, self.pool.table)
+
+        def transform(some: torch.Tensor, row_slot: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+            inputs = x.new_empty((n_slices, *some.shape))
+            rotate(some, row_slot, tiles, self.pool.arena.tensor, self.pool.table, layer.first_site, inputs)
+            padding = x.shape[1] - some.shape[1]
+            return torch.nn.functional.pad(inputs, (0, padding)) if padding else inputs
 
         if whole:
-            inputs = x.new_empty((n_slices, rows, real.shape[1]))
-            rotate(real, plan.row_slot, plan.tiles, *memory, layer.first_site, inputs)
-            if real.shape[1] != x.shape[1]:
-                inputs = torch.nn.functional.pad(inputs, (0, x.shape[1] - real.shape[1]))
+            inputs = transform(real, plan.row_slot, plan.tiles)
             return base(inputs.flatten(0, 1)).unflatten(0, (n_slices, rows))
 
         transformed = self._transformed(batch, layer.module_index)
         chosen = transformed.rows
-        inputs = x.new_empty((n_slices, len(chosen), real.shape[1]))
-        rotate(real[chosen], transformed.row_slot, transformed.tiles, *memory, layer.first_site, inputs)
-        further, cut = inputs[1:], layer.shows_weight or n_slices == 1
-        slices = [slice(start, stop) for start, stop in pairwise(layer.slice_offsets[1:])]
-        whole_inputs = x.clone() if cut else torch.cat([x, further.flatten(0, 1)])
-        whole_inputs[chosen, : real.shape[1]] = inputs[0]
-        output = base(whole_inputs)
-        h = output[:rows]
-        if cut:
-            parts = [layer.base_columns(part, columns) for part, columns in zip(further, slices, strict=True)]
-        else:
-            others = output[rows:].unflatten(0, (n_slices - 1, len(chosen)))
-            parts = [other[:, columns] for other, columns in zip(others, slices, strict=True)]
-        for part, columns in zip(parts, slices, strict=True):
-            h[chosen, columns] = part
+        inputs = transform(real[chosen], transformed.row_slot, transformed.tiles)
+        if layer.shows_weight:
+            h = x.new_empty((rows, layer.base_layer.weight.shape[0]))
+            edges = (*layer.slice_offsets[:-1], h.shape[1])  # a head may have padding columns behind
+            others = [*transformed.others, *([slice(batch.rows, rows)] if rows > batch.rows else [])]
+            products: list[tuple[Rows, torch.Tensor, slice]] = [(where, x[where], slice(0, None)) for where in others]
+            products += [(chosen, part, slice(*ends)) for part, ends in zip(inputs, pairwise(edges), strict=True)]
+            for where, part, columns in products:
+                if isinstance(where, slice):
+                    layer.base_columns(part, columns, h[where, columns])
+                else:
+                    h[where, columns] = layer.base_columns(part, columns)
+            return h[None]
+        of_all = torch.cat([x, inputs[1:].flatten(0, 1)])
+        of_all[chosen] = inputs[0]
+        output = base(of_all)
+        h, further = output[:rows], output[rows:].unflatten(0, (n_slices - 1, transformed.count))
+        for part, ends in zip(further, pairwise(layer.slice_offsets[1:]), strict=True):
+            h[chosen, slice(*ends)] = part[:, slice(*ends)]
         return h[None]
 
     def _transformed(self, batch: Batch, module_index: int) -> Transformed:
@@ -467,16 +492,21 @@ class ScuteLoRABackend(BaseLoRABackend):
         if slots not in batch.transformed:
             owners = [(slot, count) for slot, count in zip(batch.slots, batch.counts, strict=True) if slot in slots]
             counts = [count for _, count in owners]
-            rows = sum(counts)
-            width = tile_width(rows)
-            numbers = np.flatnonzero(np.repeat([slot in slots for slot in batch.slots], batch.counts))
+            rows, width = sum(counts), PREFILL_WIDTH
             groups = self.pool.groups(slots)
             packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width)
             plan = view_plan(self._to_device(packed), rows, width, packed)  # no operator asks for its routes
-            batch.transformed[slots] = Transformed(
-                self._to_device(torch.from_numpy(numbers)), plan.row_slot, plan.tiles
-            )
+            chosen = np.repeat([slot in slots for slot in batch.slots], batch.counts)
+            of_chosen, others = self._rows(chosen, most_runs=1), self._rows(~chosen, MOST_RUNS)
+            batch.transformed[slots] = Transformed(of_chosen[0], rows, others, plan.row_slot, plan.tiles)
         return batch.transformed[slots]
+
+    def _rows(self, chosen: np.ndarray, most_runs: int) -> list[Rows]:
+        """The rows where ``chosen``, ``(N,)`` bool, is true: their runs, or if these are too many, their numbers."""
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).tolist()
+        if len(edges) <= 2 * most_runs:
+            return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        return [self._to_device(torch.from_numpy(np.flatnonzero(chosen)))]
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)

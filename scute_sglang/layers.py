@@ -76,17 +76,23 @@ class ScuteLayer(BaseLayerWithLoRA):
         plain = isinstance(layer.quant_method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
         return plain and not getattr(layer, "use_intel_amx_backend", False)  # AMX repacks even unquantised weights
 
-    def base_columns(self, x: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Some columns of ``base_linear``, of a layer that shows its weight and is split by columns if at all."""
-        layer = self.base_layer
-        bias = None if layer.skip_bias_add or layer.bias is None else layer.bias[columns]
-        return nn.functional.linear(x, layer.weight[columns], bias)
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        """What the wrapper's own forward adds on this rank before any reduction."""
+        return None if self.base_layer.skip_bias_add else self.base_layer.bias
 
     def base_linear(self, x: torch.Tensor) -> torch.Tensor:
         """The base layer on other inputs than those of the forward: ``(rows, in)`` to ``(rows, out)``, this rank's
-        shard, with the bias that the wrapper's own forward would add, before any reduction."""
-        layer = self.base_layer
-        return layer.quant_method.apply(layer, x, None if layer.skip_bias_add else layer.bias)
+        shard, with ``added_bias``, before any reduction."""
+        return self.base_layer.quant_method.apply(self.base_layer, x, self.added_bias)
+
+    def base_columns(self, x: torch.Tensor, columns: slice, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Some columns of ``base_linear``, of a layer that shows its weight. ``out``: where they are written, if
+        given; its last stride is 1."""
+        weight, bias = self.base_layer.weight[columns], self.added_bias
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias[columns], x, weight.t(), out=out)
 
     def start_lora_a_overlap(self, x: torch.Tensor) -> None:
         """SGLang's hook for its side stream; Scute starts its own in ``ScuteLoRABackend.adapted``."""
@@ -112,10 +118,10 @@ class ScuteRowParallelLinear(ScuteLayer, RowParallelLinearWithLoRA):
     def __init__(self, base_layer: RowParallelLinear, lora_backend: ScuteLoRABackend) -> None:
         super().__init__(base_layer, lora_backend, [base_layer.output_size])
 
-    def base_linear(self, x: torch.Tensor) -> torch.Tensor:
-        layer = self.base_layer
-        first_rank = get_group_rank_size(layer.tp_group)[0] == 0
-        return layer.quant_method.apply(layer, x, layer.bias if first_rank and not layer.skip_bias_add else None)
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        first_rank = get_group_rank_size(self.base_layer.tp_group)[0] == 0
+        return super().added_bias if first_rank else None
 
 
 class ScuteReplicatedLinear(ScuteLayer, ReplicatedLinearWithLoRA):
@@ -166,8 +172,12 @@ class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
             return self.lora_backend.touches(self.module_index)
         return super().lora_active
 
+    @property
+    def added_bias(self) -> torch.Tensor | None:
+        return getattr(self.base_layer, "bias", None)
+
     def base_linear(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.base_layer.weight, getattr(self.base_layer, "bias", None))
+        return nn.functional.linear(x, self.base_layer.weight, self.added_bias)
 
     def logits(self, hidden: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Logits of ``hidden (rows, in)``; ``base``: how SGLang computes them without adapters."""

@@ -232,7 +232,7 @@ def make_case(
     live = sum(count for _, count in requests)
     rows = live + spare_rows
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
-    width = places or tile_width(rows)
+    width = places or tile_width(rows, decode=True)
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     plans = {}
     for name, tile_rows, its_groups, fields in (

@@ -136,7 +136,9 @@ def test_the_output_head_has_rows_of_its_own() -> None:
     slots = [-1 if owner is None else backend.pool.get_buffer_id(owner) for owner in owners]
     backend.batch_info = eager(backend, slots, [3, 2, 4, 1])
     x = torch.randn(len(owners), IN)
-    output = backend.adapted(head, x, head.base_linear, HeadBatch(backend._eager_plans(slots, [1] * 4), 4))
+    output = backend.adapted(
+        head, x, head.base_linear, HeadBatch(backend._eager_plans(slots, [1] * 4, decode=False), 4)
+    )
     expected = [dense(head, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)]
     torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
@@ -145,7 +147,7 @@ def check_transformed(batch: Batch) -> None:
     """Every transformed row is in one tile, which is of one adapter if its rotation is more than a diagonal."""
     for transformed in batch.transformed.values():
         rows, slots = transformed.tiles[:, transformed.tiles[0] >= 0]
-        assert sorted(rows.tolist()) == list(range(len(transformed.rows)))
+        assert sorted(rows.tolist()) == list(range(transformed.count))
         assert torch.equal(slots, transformed.row_slot[rows.long()])
         for tile in transformed.tiles[1]:
             owners = {batch.adapters[slot].method for slot in tile[tile >= 0].tolist()}
@@ -167,6 +169,20 @@ def test_an_eager_decode_of_many_rows() -> None:
         output = backend.adapted(wrapper, x, wrapper.base_linear, None)
         rows = [dense(wrapper, {} if own is None else forms[own], row) for own, row in zip(owners, x, strict=True)]
         torch.testing.assert_close(output, torch.stack(rows), rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_rows_behind_the_batch_are_base_rows() -> None:
+    """SGLang may pad a forward."""
+    torch.manual_seed(0)
+    forms = {"oft": forms_of("oft")}
+    backend, layers = serving(forms)
+    backend.batch_info = eager(backend, [-1, backend.pool.get_buffer_id("oft")], [2, 3])
+    for wrapper in layers:
+        x = torch.randn(7, IN)
+        output = backend.adapted(wrapper, x, wrapper.base_linear, None)
+        expected = [dense(wrapper, forms["oft"] if 2 <= number < 5 else {}, row) for number, row in enumerate(x)]
+        torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
 
 def test_a_layer_that_sees_only_some_rows_is_an_error() -> None:
@@ -206,7 +222,7 @@ def test_a_graph_has_room_for_every_rank_at_the_embedding(monkeypatch: pytest.Mo
 def eager(backend: ScuteLoRABackend, slots: list[int], counts: list[int], beside: bool = False) -> Batch:
     """An eager forward of a request in each slot; ``beside``: a decode."""
     return Batch(
-        plans=backend._eager_plans(slots, counts),
+        plans=backend._eager_plans(slots, counts, decode=beside),
         slots=slots,
         counts=counts,
         adapters={slot: backend.pool.resident(slot) for slot in set(slots) - {-1}},
@@ -254,6 +270,9 @@ def test_every_forward_of_a_batch_is_exact(kinds: list[str], variant: str, monke
 
     for wrapper in layers:
         found = {"prefill": forward(wrapper, beside=False), "decode": forward(wrapper, beside=True)}
+        with monkeypatch.context() as patch:
+            patch.setattr(backend_module, "MOST_RUNS", 0)
+            found["prefill, rows gathered"] = forward(wrapper, beside=False)
         with monkeypatch.context() as patch:
             patch.setattr(ScuteLayer, "shows_weight", False)
             found["prefill, weight not to be read"] = forward(wrapper, beside=False)

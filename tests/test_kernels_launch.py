@@ -39,7 +39,8 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 64, 65, 256, 257])
-def test_an_eager_forward_has_the_kernels_of_a_graph(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("decode", [True, False])
+def test_an_eager_forward_has_the_kernels_of_a_graph(decode: bool, rows: int, dtype: torch.dtype) -> None:
     """Though its scratch is narrower: they are compiled when the graphs are captured."""
     pytest.importorskip("sglang")
     from scute_patches import sgl_kernel
@@ -47,7 +48,7 @@ def test_an_eager_forward_has_the_kernels_of_a_graph(rows: int, dtype: torch.dty
     sgl_kernel.install()
     from scute_sglang.backend import OWN_BLOCK, SHARED_BLOCK
 
-    width = tile_width(rows)
+    width = tile_width(rows, decode)
     for operator, tile_rows, least in (("", own_tile_rows(rows, width), OWN_BLOCK), ("shared_", width, SHARED_BLOCK)):
         narrow, wide = (
             (

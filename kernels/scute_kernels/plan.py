@@ -41,15 +41,16 @@ class BatchPlan:
 FEW_ROWS = 64
 
 # Places of a tile in a plan for decode, the least that a tensor core multiplies, and for prefill, where a row of a and
-# b is read for many rows. An eager forward of up to MOST_DECODE_ROWS rows is taken for a decode.
+# b is read for many rows. A decode of more than MOST_DECODE_ROWS rows has tiles as wide.
 DECODE_WIDTH = 16
 PREFILL_WIDTH = 64
 MOST_DECODE_ROWS = 256
 
 
-def tile_width(rows: int) -> int:
-    """Places of a tile in an eager forward of ``rows`` rows."""
-    return DECODE_WIDTH if rows <= MOST_DECODE_ROWS else PREFILL_WIDTH
+def tile_width(rows: int, decode: bool) -> int:
+    """Places of a tile in an eager forward of ``rows`` rows: those of the graphs of its phase, so that its kernels are
+    theirs, which are compiled when a server starts."""
+    return DECODE_WIDTH if decode and rows <= MOST_DECODE_ROWS else PREFILL_WIDTH
 
 
 def own_tile_rows(rows: int, width: int) -> int:
