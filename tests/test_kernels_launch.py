@@ -27,6 +27,8 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
     for block in (shrink.block_rank, shrink.block_in, expand.block_rank, expand.block_out):
         assert block >= least and block & (block - 1) == 0
     if tile_rows > 1:
+        part = shrink.block_in // launch.ways(shrink, tile_rows, dtype)
+        assert part >= 16  # features that a tensor core multiplies
         buffers = shrink.num_stages * (tile_rows + shrink.block_rank) * shrink.block_in * dtype.itemsize
         assert buffers <= SHARED_MEMORY
         # A stage holds b, and of the rows e and h; or h, and in decode the addend.

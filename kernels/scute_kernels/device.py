@@ -108,16 +108,30 @@ def features_product(
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     """``x a^T`` over the features from ``first`` to ``last``, ``(ROWS, BLOCK_RANK)`` fp32. ``x_rows``: pointers to the
-    rows, ``(ROWS, 1)``, of which those that are ``live`` are read; ``r``: the ranks."""
-    a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
-    total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
-    for start in tl.range(first, last, BLOCK_IN, num_stages=STAGES):
-        k = start + tl.arange(0, BLOCK_IN)
-        a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
-        x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    rows, ``(ROWS, 1)``, of which those that are ``live`` are read; ``r``: the ranks. ``WAYS``: see ``launch.ways``."""
+    if WAYS == 1:
+        a_rows = a_ptr + r[:, None].to(tl.int64) * a_stride
+        total = tl.zeros((ROWS, BLOCK_RANK), tl.float32)
+        for start in tl.range(first, last, BLOCK_IN, num_stages=STAGES):
+            k = start + tl.arange(0, BLOCK_IN)
+            a = tl.load(a_rows + k[None, :], mask=(r < rank)[:, None] & (k < last)[None, :], other=0.0)
+            x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < last)[None, :], other=0.0)
+            total = tl.dot(x, tl.trans(a), total, input_precision="ieee")
+    else:
+        a_columns = a_ptr + r[None, None, :].to(tl.int64) * a_stride
+        parts = tl.zeros((WAYS, ROWS, BLOCK_RANK), tl.float32)
+        for start in tl.range(first, last, BLOCK_IN, num_stages=STAGES):
+            part = start + tl.arange(0, WAYS)[:, None] * (BLOCK_IN // WAYS)
+            k = part + tl.arange(0, BLOCK_IN // WAYS)[None, :]
+            a_mask = (r < rank)[None, None, :] & (k < last)[:, :, None]
+            a = tl.load(a_columns + k[:, :, None], mask=a_mask, other=0.0)
+            x_mask = live[None, :, None] & (k < last)[:, None, :]
+            x = tl.load(x_rows[None, :, :] + k[:, None, :], mask=x_mask, other=0.0)
+            parts = tl.dot(x, a, parts, input_precision="ieee")
+        total = tl.sum(parts, axis=0)
     return total
 
 

@@ -140,6 +140,13 @@ def split_of(in_features: int, share: int) -> int:
     return max(1, min(_MOST_PLANES, in_features // share))
 
 
+def ways(parameters: Shrink, tile_rows: int, dtype: torch.dtype) -> int:
+    """Into how many parts each block of features is split, whose products with ``a`` are summed at the end. Of a tile
+    of 16 rows one warp multiplies all, so the others have a part each; else these products would be one chain, in which
+    each waits for the one before it. Tensor cores only."""
+    return parameters.num_warps if tile_rows == DECODE_WIDTH and precision(dtype) == "half" else 1
+
+
 def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> int:
     """Programs that divide the blocks of ranks among them, no more than there can be. ``parts``: how often they are
     launched, for each slice and share of the features."""

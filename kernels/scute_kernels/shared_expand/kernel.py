@@ -114,7 +114,7 @@ def _shared_expand(
             live = rows >= 0
             entries = table_ptr + (slots * sites + site) * FIELDS
             member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
-            e_offsets = tl.load(entries + E, mask=member, other=-1)
+            e_offsets = tl.load(entries + E, mask=live, other=-1)
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             out_rows = out_ptr + rows[:, None] * out_stride + begin
             aligned = (offset % VECTOR == 0) & (stride % VECTOR == 0)
@@ -122,13 +122,14 @@ def _shared_expand(
             b_stride = known_multiple(stride, VECTOR)
             if aligned & (rank <= BLOCK_RANK):
                 r = tl.arange(0, BLOCK_RANK)
-                u = planes(u_rows, r, rank, max_rank, member, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+                # Of every row of the tile, so that reading does not wait for who is a member: others are not written.
+                u = planes(u_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
                 b_rows = b_ptr + r[:, None].to(tl.int64) * b_stride
                 for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
                     n = column + tl.arange(0, BLOCK_OUT)
                     n_live = n < width
-                    e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
                     b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+                    e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
                     total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
                     _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
             else:

@@ -62,6 +62,7 @@ def _shared_shrink(
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     slice_number = tl.program_id(0) // split
     share = tl.program_id(0) % split
@@ -121,6 +122,7 @@ def _shared_shrink(
                 BLOCK_RANK,
                 BLOCK_IN,
                 STAGES,
+                WAYS,
             )
         else:
             product = features_product(
@@ -136,6 +138,7 @@ def _shared_shrink(
                 BLOCK_RANK,
                 UNALIGNED_BLOCK,
                 STAGES,
+                1,
             )
 
         out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
@@ -182,5 +185,6 @@ def shared_shrink(
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
         STAGES=parameters.num_stages,
+        WAYS=launch.ways(parameters, tile_rows, arena.dtype),
         num_warps=parameters.num_warps,
     )

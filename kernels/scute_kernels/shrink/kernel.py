@@ -52,6 +52,7 @@ def _shrink(
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     slice_number = tl.program_id(0) // split
     share = tl.program_id(0) % split
@@ -98,6 +99,7 @@ def _shrink(
                 BLOCK_RANK,
                 BLOCK_IN,
                 STAGES,
+                WAYS,
             )
             out_rows = out_ptr + rows[:, None] * row_stride
             tl.store(out_rows + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
@@ -140,5 +142,6 @@ def shrink(
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
         STAGES=parameters.num_stages,
+        WAYS=launch.ways(parameters, tile_rows, arena.dtype),
         num_warps=parameters.num_warps,
     )
