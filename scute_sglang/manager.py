@@ -16,6 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_parallel
 
 import scute_converter
+from scute_converter import parallel
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
 from scute_sglang import fit, options
@@ -175,19 +176,23 @@ class ScuteLoRAManager(LoRAManager):
 
         (parts, measured), all_measured = self._on_all_ranks(measure, share=lambda result: result[1])
 
+        def resolved(part: _Part) -> NormalForm:
+            assert part.form.deferred is not None
+            total = measured[part.key]
+            if part.site.input_sharded:  # each rank has measured its share, or has none
+                total = torch.stack([rank[part.key] for rank in all_measured if part.key in rank]).sum(dim=0)
+            return part.form.deferred.resolve(part.form, total)
+
         def finish() -> LoadedAdapter:
             forms, shifts = {}, {}
+            waiting = [part for part in parts if part.form.deferred is not None]
+            done = {part.key: form for part, form in zip(waiting, parallel.each(resolved, waiting), strict=True)}
             for part in parts:
-                form, index = part.form, part.site.index
-                if form.deferred is not None:
-                    total = measured[part.key]
-                    if part.site.input_sharded:  # each rank has measured its share, or has none
-                        total = torch.stack([rank[part.key] for rank in all_measured if part.key in rank]).sum(dim=0)
-                    form = form.deferred.resolve(form, total)
+                form = done.get(part.key, part.form)
                 shift = output_shift(part.site, form)
                 if shift is not None:
-                    shifts[index] = shift
-                forms[index] = form
+                    shifts[part.site.index] = shift
+                forms[part.site.index] = form
             return self._pack(lora_ref, adapter, parts, forms, shifts)
 
         packed, sizes = self._on_all_ranks(finish, share=lambda result: result.packed.block.numel())

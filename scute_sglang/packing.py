@@ -188,18 +188,23 @@ class _Packer:
             return -1
         identity = (source.data_ptr(), source.shape, source.stride())
         if identity not in self._parts:
-            alignment = PART_ALIGNMENT // self._dtype.itemsize
-            offset = -(-self.elements // alignment) * alignment
+            offset = self._aligned(self.elements)
             self._parts[identity] = _Part(name, source, offset)
             self.elements = offset + source.numel()
         return self._parts[identity].offset
 
+    def _aligned(self, elements: int) -> int:
+        alignment = PART_ALIGNMENT // self._dtype.itemsize
+        return -(-elements // alignment) * alignment
+
     def block(self) -> torch.Tensor:
-        block = torch.zeros(self.elements, dtype=self._dtype, pin_memory=torch.cuda.is_available())
+        block = torch.empty(self.elements, dtype=self._dtype, pin_memory=torch.cuda.is_available())
 
         def place(part: _Part) -> None:
-            packed = block[part.offset : part.offset + part.source.numel()]
+            end = part.offset + part.source.numel()
+            packed = block[part.offset : end]
             packed.copy_(part.source.reshape(-1))
+            block[end : self._aligned(end)] = 0
             if not is_finite(packed):
                 self._refuse(part)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from scute_converter import Adapter, AdapterError, load, load_tensors
+from scute_converter import Adapter, AdapterError, checkpoint, files, load, load_tensors
 from scute_converter.keys import split_key
 from scute_converter.methods.lora import LoraConfig
 from scute_converter.targets import selects
@@ -95,6 +95,29 @@ def test_the_file_may_change_after_loading(tmp_path: Path) -> None:
         file.seek(size // 2)
         file.write(b"\0" * (size - size // 2))
     assert torch.equal(pair.a, before)
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_large_files_and_tensors(binary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read in pieces, and matrices transposed in tiles."""
+    exact = load_tensors(lora_tensors(), CONFIG, "exact")
+    monkeypatch.setattr(files, "_PIECE", 7)
+    monkeypatch.setattr(checkpoint, "_TILE", 50)
+    assert load(write(tmp_path, lora_tensors(), binary=binary)).digest == exact.digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", [1, 2, 4])
+def test_tensors_at_odd_addresses(dtype: torch.dtype, padding: int, tmp_path: Path) -> None:
+    """safetensors pads its header so that tensors are aligned, but others may not."""
+    tensors = lora_tensors(dtype)
+    exact = load_tensors(tensors, CONFIG, "exact")
+    file = write(tmp_path, tensors) / "adapter_model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    longer = (length + padding).to_bytes(8, "little")
+    file.write_bytes(longer + content[8 : 8 + length] + b" " * padding + content[8 + length :])
+    assert load(tmp_path).digest == exact.digest
 
 
 def test_a_load_leaves_nothing_in_memory(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from scute_converter.normal_form import NormalForm
 MOST_OF_ONE = 1 << 27
 MOST_OF_ALL = 1 << 30
 
+_TILE = 1 << 16  # numbers of a matrix that are transposed at a time
+
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -71,12 +73,27 @@ class Checkpoint:
 
         ``maybe_empty``: one dimension, of several, may be 0.
         """
+        tensor = self._take(module, suffix, dims, trained=trained, maybe_empty=maybe_empty)
+        return tensor.to("cpu", torch.float32, copy=True).contiguous()
+
+    def take_transposed(self, module: str, suffix: str, *, trained: bool = True) -> torch.Tensor:
+        """The same for a matrix, its rows as columns."""
+        matrix = self._take(module, suffix, 2, trained=trained).cpu()
+        rows, columns = matrix.shape
+        transposed = torch.empty(columns, rows)
+        # A few rows at a time, so that what is read column by column stays in the cache of the core.
+        step = max(1, _TILE // columns)
+        for first in range(0, rows, step):
+            transposed[:, first : first + step].copy_(matrix[first : first + step].T)
+        return transposed
+
+    def _take(self, module: str, suffix: str, dims: int, *, trained: bool, maybe_empty: bool = False) -> torch.Tensor:
         tensor = self.take_stored(module, suffix, maybe_empty=maybe_empty)
         self._check_dims(module, suffix, tensor, dims)
         if trained:
             with self._lock:
                 self.parameters += tensor.numel()
-        return tensor.to("cpu", torch.float32, copy=True).contiguous()
+        return tensor
 
     def take_stored(self, module: str, suffix: str, *, maybe_empty: bool = False) -> torch.Tensor:
         """A tensor as the file holds it; it is checked to be floating-point, finite and not empty."""

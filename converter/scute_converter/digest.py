@@ -21,10 +21,8 @@ def digest(content: Any) -> str:
     _flatten(content, parts)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     hashes = iter(each(_of_tensor, tensors))
-    hasher = hashlib.sha256()
-    for part in parts:
-        hasher.update(next(hashes) if isinstance(part, torch.Tensor) else part.encode())
-    return hasher.hexdigest()
+    whole = b"".join(next(hashes) if isinstance(part, torch.Tensor) else part.encode() for part in parts)
+    return hashlib.sha256(whole).hexdigest()
 
 
 def _of_tensor(tensor: torch.Tensor) -> bytes:

@@ -4,6 +4,7 @@ them is executed, followed out of the folder, or believed about how much memory 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickletools
 import stat
@@ -14,9 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 
+from scute_converter import parallel
 from scute_converter.errors import AdapterError
 
 CONFIG = "adapter_config.json"
@@ -28,6 +30,30 @@ ADDED_TOKENS = "added_tokens.json"
 # every layer of the largest models three times.
 MOST_CONFIG = 1 << 20
 MOST_HEADER = 1 << 24
+
+_PIECE = 1 << 23  # bytes of a file that one thread reads at a time
+
+# The names that safetensors.torch knows.
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
 
 _COPY_AGAIN = "download or copy the file again"
 _AS_SAFETENSORS = f"save the adapter as {SAFETENSORS}"
@@ -110,22 +136,40 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors in a file of the folder.
-
-    Not by ``safe_open``: in safetensors 0.8.0 its ``get_tensor`` keeps an integer or two for ever, of every tensor.
-    """
+    """The tensors in a file of the folder, in the order of their names."""
     content = _read(adapter, folder, name)
     try:
-        tensors = safetensors.torch.load(content)
+        tensors = _views(content)
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
-    return {key: tensors[key] for key in sorted(tensors)}  # it returns them in another order every time
+    return {key: tensors[key] for key in sorted(tensors)}
+
+
+def _views(content: memoryview) -> dict[str, torch.Tensor]:
+    """The tensors in the bytes of a safetensors file, which they keep.
+
+    safetensors itself reads the header, from a file in memory of the same length that has nothing behind it: from the
+    whole bytes it would copy all tensors, one after the other.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    with _in_memory(content[:start], len(content)) as file, safetensors.safe_open(file, "np") as header:
+        # In safetensors 0.8.0 get_tensor keeps an integer or two for ever, of every tensor; get_slice does not.
+        slices = {key: header.get_slice(key) for key in header.offset_keys()}
+        kinds = {key: (_DTYPES[part.get_dtype()], part.get_shape()) for key, part in slices.items()}
+    tensors = {}
+    for key, (dtype, shape) in kinds.items():
+        if count := math.prod(shape):
+            tensors[key] = torch.frombuffer(content, dtype=dtype, count=count, offset=start).reshape(shape)
+        else:
+            tensors[key] = torch.empty(shape, dtype=dtype)
+        start += count * dtype.itemsize
+    return tensors
 
 
 def _read_bin(adapter: str, folder: Path) -> dict[str, torch.Tensor]:
     """The same for what ``torch.save`` wrote since torch 1.6."""
     content = _read(adapter, folder, BIN)
-    with _in_memory(content) as file:
+    with _in_memory(content, len(content)) as file:
         try:
             _check_archive(file)
             # Mapped, the storages end where the file does, whatever the pickle says of them.
@@ -198,7 +242,7 @@ def _opened(adapter: str, folder: Path, name: str) -> Iterator[FileIO]:
         yield file
 
 
-def _read(adapter: str, folder: Path, name: str) -> bytes:
+def _read(adapter: str, folder: Path, name: str) -> memoryview:
     """The content of a file of the folder.
 
     A tensor mapped from the file itself would end the process (SIGBUS) if the disk fails, or somebody writes a shorter
@@ -211,18 +255,28 @@ def _read(adapter: str, folder: Path, name: str) -> bytes:
             raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
 
 
-def _read_all(file: FileIO) -> bytes:
+def _read_all(file: FileIO) -> memoryview:
     size = os.fstat(file.fileno()).st_size
-    content = file.readall()
-    if len(content) < size:
-        raise OSError(f"it ended after {len(content)} of {size} bytes")
+    # Not memory of NumPy, which asks for pages of 2 MiB: finding them may take the kernel longer than reading the file.
+    content = torch.empty(size, dtype=torch.uint8).numpy().data
+
+    def fill(first: int) -> int:
+        end, last = first, min(first + _PIECE, size)
+        while end < last and (count := os.preadv(file.fileno(), [content[end:last]], end)):
+            end += count
+        return end - first
+
+    read = sum(parallel.each(fill, range(0, size, _PIECE)))
+    if read < size:
+        raise OSError(f"it ended after {read} of {size} bytes")
     return content
 
 
 @contextmanager
-def _in_memory(content: bytes) -> Iterator[str]:
-    """The path of a file in memory, which tensors may be mapped from: they keep it after this."""
+def _in_memory(content: memoryview, size: int) -> Iterator[str]:
+    """The path of a file in memory of ``size`` bytes that begins with ``content``. Tensors may be mapped from it: they
+    keep it after this."""
     with open(os.memfd_create("content"), "wb") as file:
         file.write(content)
-        file.flush()
+        file.truncate(size)
         yield f"/proc/self/fd/{file.fileno()}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -12,4 +14,4 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:  # types of 8 bits have no aminmax of their own
         tensor = tensor.float()
     least, most = torch.aminmax(tensor)
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    return math.isfinite(least.item()) and math.isfinite(most.item())

@@ -88,7 +88,7 @@ def load_tensors(
             method=conversion.method,
             forms=forms,
             bases=conversion.bases,
-            digest=digest({"forms": forms, "bases": conversion.bases}),
+            digest=digest({"forms": forms, "bases": dict.fromkeys(conversion.bases)}),  # keys are digests themselves
             parameters=checkpoint.parameters,
             notes=tuple(notes),
             payloads=payloads,

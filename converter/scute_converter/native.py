@@ -14,11 +14,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 
+from scute_converter import parallel
 from scute_converter.config import has_type
 from scute_converter.digest import digest
 from scute_converter.errors import AdapterError
@@ -89,14 +91,16 @@ def read(name: str, folder: Path) -> Adapter:
     bases = {key: _basis(tensors, key) for key in named}
     # The key of a basis in memory is its content, whatever the file calls it, since adapters share bases by key.
     keys = {key: digest(basis) for key, basis in bases.items()}
-    forms = {path: _form(tensors, path, module, bases, keys) for path, module in modules.items()}
+    paths = list(modules)
+    made = parallel.each(lambda path: _form(tensors, path, modules[path], bases, keys), paths)
+    forms = dict(zip(paths, made, strict=True))
     tensors.check_nothing_left(modules)
     content = {keys[key]: basis for key, basis in bases.items()}
     return Adapter(
         method=header.method,
         forms=forms,
         bases=content,
-        digest=digest({"forms": forms, "bases": content}),
+        digest=digest({"forms": forms, "bases": dict.fromkeys(content)}),
         parameters=tensors.numbers if header.parameters is None else header.parameters,
         notes=tuple(header.notes),
     )
@@ -242,6 +246,7 @@ class _Tensors:
         self.adapter = adapter
         self.numbers = 0
         self._tensors = dict(tensors)
+        self._lock = Lock()
 
     def has(self, path: str, slot: str) -> bool:
         return f"{path}/{slot}" in self._tensors
@@ -270,7 +275,8 @@ class _Tensors:
             problem = "holds NaN, infinity or a number beyond fp32"
             raise AdapterError(self.adapter, f"tensor {name}", problem, "write it from a sound checkpoint")
         if trained and not path.startswith(f"{BASES}/"):
-            self.numbers += tensor.numel()
+            with self._lock:
+                self.numbers += tensor.numel()
         return tensor
 
     def check_nothing_left(self, modules: Mapping[str, Module]) -> None:

@@ -13,9 +13,10 @@ from scute_converter.checkpoint import Checkpoint
 def dense(
     checkpoint: Checkpoint, config: Mapping[str, Any], module: str, a: torch.Tensor, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``lora_A (r, in)`` and ``lora_B (out, r)`` with the zeros between the blocks (PEFT: ``BdLoraLinearVariant``).
+    """``a (r, in)`` and ``b (r, out)`` with the zeros between the blocks (PEFT: ``BdLoraLinearVariant``).
 
-    ``config``: the field ``use_bdlora``. A name in it matches anywhere in the path of the module.
+    ``b``: the transpose of ``lora_B``. ``config``: the field ``use_bdlora``. A name in it matches anywhere in the path
+    of the module.
     """
     in_a, in_b = (
         any(name in module for name in config.get(f"target_modules_bd_{factor}") or ()) for factor in ("a", "b")
@@ -30,7 +31,7 @@ def dense(
     if in_a:
         a = _dense(checkpoint, config, module, "lora_A.weight", a)
     if in_b:
-        b = _dense(checkpoint, config, module, "lora_B.weight", b)
+        b = _dense(checkpoint, config, module, "lora_B.weight", b.T).T.contiguous()
     return a, b
 
 

@@ -62,5 +62,5 @@ class DoraScale:
             problem = "a row of the base weight plus the low-rank product has length 0 or is not finite"
             remedy = "serve the base model that the adapter was trained on"
             raise AdapterError(self.adapter, f"tensor {self.module}.{MAGNITUDE}", problem, remedy)
-        b = (form.pair.b.double() * (1 + delta)).float()
+        b = form.pair.b.double().mul_(1 + delta).float()
         return replace(form, pair=Pair(form.pair.a, b), scale_delta=delta.float(), deferred=None)

@@ -147,13 +147,13 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
     embedding = checkpoint.has(module, "lora_embedding_A")
     name_a, name_b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
     a = checkpoint.take(module, name_a, dims=2)
-    b = checkpoint.take(module, name_b, dims=2)
+    b = checkpoint.take_transposed(module, name_b)
     if config.use_bdlora is not None:
         a, b = bdlora.dense(checkpoint, config.use_bdlora, module, a, b)
-    if a.shape[0] != b.shape[1]:
-        problem = f"{tuple(b.shape)} does not fit {name_a} {tuple(a.shape)}"
+    rank, out_features = b.shape
+    if a.shape[0] != rank:
+        problem = f"{(out_features, rank)} does not fit {name_a} {tuple(a.shape)}"
         raise checkpoint.error(module, name_b, problem, "save both from one checkpoint")
-    rank = a.shape[0]
     if rank != (expected := lookup(checkpoint.adapter, "rank_pattern", config.rank_pattern, module, config.r)):
         # The scale is alpha / r: with two candidates for r it is not known.
         problem = f"has rank {rank}, but the config says {expected}"
@@ -166,11 +166,11 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
         a, pooling = qalora.spread(checkpoint, module, a, config.qalora_group_size)
         factor = scale * pooling
     if config.kasa_config is not None:
-        diagonal = kasa.take_diagonal(checkpoint, module, rank, min(a.shape[1], b.shape[0]))
+        diagonal = kasa.take_diagonal(checkpoint, module, rank, min(a.shape[1], out_features))
         factor = scale * diagonal.double()[:, None]
-    pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.T * factor)))
+    pair = balanced(Pair(a, checkpoint.converted(module, name_b, b.mul_(factor))))
     magnitude = take_magnitude(checkpoint, module)
-    _check_magnitude(checkpoint, config, module, magnitude, features=b.shape[0])
+    _check_magnitude(checkpoint, config, module, magnitude, out_features)
     add = None
     if checkpoint.has(module, "lora_B.bias"):
         add = checkpoint.take(module, "lora_B.bias", dims=1) * scale
@@ -179,7 +179,7 @@ def _convert_module(checkpoint: Checkpoint, config: LoraConfig, module: str) -> 
         raise checkpoint.error(module, "lora_B.bias", "is missing, with lora_bias=true", "save the adapter again")
     return NormalForm(
         in_features=a.shape[1],
-        out_features=b.shape[0],
+        out_features=out_features,
         pair=pair,
         bias=Bias(add=add),
         deferred=None if magnitude is None else DoraScale(magnitude, checkpoint.adapter, module),

@@ -85,9 +85,8 @@ def _of_0_16(checkpoint: Checkpoint, config: OFTConfig, module: str, old_series:
         problem = f"{elements} elements are no upper triangle of a square block"
         raise checkpoint.error(module, "oft_R.weight", problem, "save the adapter again with PEFT")
     _check_sharing(checkpoint, config, module, "oft_R.weight", blocks)
-    q = torch.zeros(blocks, k, k, dtype=torch.float64)
     rows, columns = torch.triu_indices(k, k, 1)
-    q[:, rows, columns] = vectors
+    q = torch.zeros(blocks, k * k, dtype=torch.float64).index_copy_(1, rows * k + columns, vectors).view(blocks, k, k)
     q = q - q.transpose(1, 2)
     if config.coft:
         q = _constrained(q, config.eps / math.sqrt(blocks))
@@ -149,5 +148,5 @@ def _neumann(q: torch.Tensor, terms: int, old_series: bool) -> torch.Tensor:
     delta, power = 2 * q, q
     for exponent in range(2, last + 1):
         power = power @ q
-        delta = delta + (power if exponent == last and not old_series else 2 * power)
+        delta.add_(power, alpha=1 if exponent == last and not old_series else 2)
     return delta

@@ -59,15 +59,15 @@ def convert_projected(
         a, b = _stored(checkpoint, prefix, halves)
     else:
         a, b, notes = _drawn(checkpoint, prefix, config, base, d.shape[0], halves)
-    rows, rank = a.shape[0], b.shape[1]
-    basis = Basis(a[:rank].contiguous(), b.T.contiguous())
+    rows, (rank, out_max) = a.shape[0], b.shape
+    basis = Basis(a[:rank].contiguous(), b)
     key = digest(basis)
 
     forms = {}
     for module, (d, e) in vectors.items():
-        if d.shape[0] != rows or e.shape[0] > b.shape[0]:
+        if d.shape[0] != rows or e.shape[0] > out_max:
             problem = f"vectors of {d.shape[0]} and {e.shape[0]} do not fit projections of rank {rows} for "
-            problem += f"{b.shape[0]} output features"
+            problem += f"{out_max} output features"
             raise checkpoint.error(module, name_d, problem, "save both from one checkpoint")
         if (in_features := base.shapes.get(module, (0, 0))[1]) > a.shape[1]:
             problem = f"the projections have {a.shape[1]} input features, the base layer has {in_features}"
@@ -77,11 +77,11 @@ def convert_projected(
 
 
 def _stored(checkpoint: Checkpoint, prefix: str, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``A (halves r, in_max)`` and ``B (out_max, r)``."""
+    """``A (halves r, in_max)`` and the transpose of ``B``, ``(r, out_max)``."""
     a = checkpoint.take("", f"{prefix}_A", dims=2, trained=False)
-    b = checkpoint.take("", f"{prefix}_B", dims=2, trained=False)
-    if a.shape[0] != halves * b.shape[1]:
-        problem = f"{tuple(b.shape)} does not fit {prefix}_A {tuple(a.shape)}"
+    b = checkpoint.take_transposed("", f"{prefix}_B", trained=False)
+    if a.shape[0] != halves * b.shape[0]:
+        problem = f"{tuple(b.T.shape)} does not fit {prefix}_A {tuple(a.shape)}"
         raise checkpoint.error("", f"{prefix}_B", problem, "save both from one checkpoint")
     return a, b
 
@@ -107,7 +107,7 @@ def _drawn(
     a = _uniform((rows, in_max), generator).to(base.dtype).float()
     b = _uniform((out_max, rows // halves), generator).to(base.dtype).float()
     note = f"projections drawn again and rounded to {base.dtype}: exact if the base had this type in training"
-    return a, b, (f"{note} (save_projection=true is always exact)",)
+    return a, b.T.contiguous(), (f"{note} (save_projection=true is always exact)",)
 
 
 def _uniform(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
