@@ -67,7 +67,13 @@ def most_tiles(rows: int, width: int, slots: int) -> int:
 
 def packed_size(rows: int, width: int, slots: int) -> int:
     """Elements of the packed plan of at most ``rows`` rows of at most ``slots`` adapters."""
-    return rows + 2 * most_tiles(rows, width, slots) * width
+    return _first_tile(rows) + 2 * most_tiles(rows, width, slots) * width
+
+
+def _first_tile(rows: int) -> int:
+    """Where the tiles of a packed plan begin: on 16 bytes, however many rows it has, because Triton compiles a kernel
+    once more for a pointer that does not lie on them."""
+    return -(-rows // 4) * 4
 
 
 def build_plan(
@@ -79,7 +85,8 @@ def build_plan(
     tile_rows: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The packed plan of a batch, built on the host: ``row_slot | tiles``, one copy away from the device.
+    """The packed plan of a batch, built on the host: ``row_slot | tiles``, one copy away from the device. The tiles
+    begin on 16 bytes.
 
     ``slots``: of each request, -1 for base rows. ``counts``: rows of each request; they lie one after another in the
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
@@ -99,7 +106,8 @@ def build_plan(
         out = torch.empty(packed_size(rows, width, len(groups)), dtype=torch.int32)
     # With numpy: torch would run repeat_interleave on all cores, however few the elements, and wait for each of them.
     packed = out.numpy()
-    row_slot, tiles = packed[:rows], packed[rows:].reshape(2, -1)
+    first_tile = _first_tile(rows)
+    row_slot, tiles = packed[:first_tile], packed[first_tile:].reshape(2, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     for request, slot in enumerate(slots):
@@ -137,7 +145,7 @@ def build_plan(
 def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor) -> BatchPlan:
     """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan, but
     for ``routes``, which has to be written anew then."""
-    return BatchPlan(packed[:rows], packed[rows:].view(2, -1, width), routes, tile_rows=width)
+    return BatchPlan(packed[:rows], packed[_first_tile(rows) :].view(2, -1, width), routes, tile_rows=width)
 
 
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
