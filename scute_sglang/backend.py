@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +18,12 @@ from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.dense.plan import DenseLoraKind
 from sglang.srt.lora.utils import build_lm_head_pass_segments, get_batch_token_counts, get_lm_head_pruned_lens
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_lora_variant, get_is_capture_mode
+from sglang.srt.model_executor.runner_utils.capture_mode import (
+    capture_lora_variant,
+    get_capture_lora_variant,
+    get_is_capture_mode,
+    model_capture_mode,
+)
 
 from scute_kernels.expand import expand
 from scute_kernels.launch import shrink_split, widest_block
@@ -38,6 +45,7 @@ from scute_kernels.shared_expand import shared_expand
 from scute_kernels.shared_route import shared_route
 from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
+from scute_kernels.side_by_side import compile_kernels
 from scute_kernels.stream import give_way, on_stream
 from scute_kernels.table import FIELDS, SHARED_FIELDS
 from scute_patches.decode_cuda_graph_runner import (
@@ -52,6 +60,10 @@ if TYPE_CHECKING:
     from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
     from scute_sglang.sites import SiteMap
 
+
+logger = logging.getLogger(__name__)
+
+DECODE_VARIANTS = (OWN_VARIANT, SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT)
 
 # More runs of rows than that are gathered for one base GEMM.
 MOST_RUNS = 8
@@ -216,31 +228,59 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool = site_map, pool
         self.max_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
-        self._compile_rotate()
-
-    def _compile_rotate(self) -> None:
-        """For tiles of prefill: no prefill graph holds it, and the first request that needs it would wait for it."""
-        tiles = torch.full((2, 1, PREFILL_WIDTH), -1, dtype=torch.int32, device=self.device)
-        linear = (projection for projection in self.site_map.projections.values() if not projection.embedding)
-        for features in {site.cols[1] - site.cols[0] for projection in linear for site in projection.sites} - {0}:
-            x = torch.zeros(1, features, dtype=self.pool.arena.tensor.dtype, device=self.device)
-            rotate(x, tiles[0, 0, :1], tiles, self.pool.arena.tensor, self.pool.table, 0, torch.empty_like(x)[None])
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_WIDTH)
+        self._compile(self._decode_memory, DECODE_VARIANTS)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
         self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
         self._prefill_memory = self._static_memory(max_num_tokens, PREFILL_WIDTH)
+        self._compile(self._prefill_memory, [None])
 
     def _static_memory(self, rows: int, width: int) -> PlanMemory:
         """Plans that graphs may hold: all base rows until a batch is written into them."""
         memory = self._plan_memory(rows, width)
         self._fill([], [], memory)
         return memory
+
+    def _compile(self, memory: PlanMemory, variants: Sequence[str | None]) -> None:
+        """What ``rehearse`` launches, before the graphs are captured."""
+        if self.device.type == "cuda":
+            began = time.monotonic()
+            count = compile_kernels(lambda: self.rehearse(memory, variants))
+            if count:
+                logger.info("compiled %d kernels in %.1f s", count, time.monotonic() - began)
+
+    def rehearse(self, memory: PlanMemory, variants: Sequence[str | None]) -> None:
+        """Launch every kernel that the graphs that read these plans hold, and eager forwards of their phase, for base
+        rows. ``variants``: of decode graphs; ``None`` for those of prefill.
+
+        Powers of two stand for all numbers of rows: what is compiled depends on the order of magnitude.
+        """
+        plans = self._fill([], [], memory)
+        kinds = {(type(layer), layer.slice_offsets, layer.in_features): layer for layer in self.site_map.layers}
+        for variant in variants:
+            decode = variant is not None
+            self.batch_info = Batch(plans, [], [], {}, use_cuda_graph=True, is_prefill=not decode, beside=decode)
+            for rows in {*(1 << power for power in range(memory.rows.bit_length())), memory.rows}:
+                with model_capture_mode(), capture_lora_variant(variant):
+                    for layer in kinds.values():
+                        layer.rehearse(rows)
+        if None in variants:
+            self._rotate_nothing()
+        self.batch_info = None
+
+    def _rotate_nothing(self) -> None:
+        """With tiles of prefill, which no graph holds: only eager prefills transform inputs."""
+        tiles = torch.full((2, 1, PREFILL_WIDTH), -1, dtype=torch.int32, device=self.device)
+        linear = (projection for projection in self.site_map.projections.values() if not projection.embedding)
+        for features in {site.cols[1] - site.cols[0] for projection in linear for site in projection.sites} - {0}:
+            x = torch.zeros(1, features, dtype=self.pool.dtype, device=self.device)
+            rotate(x, tiles[0, 0, :1], tiles, self.pool.arena.tensor, self.pool.table, 0, torch.empty_like(x)[None])
 
     def _plan_memory(self, rows: int, width: int) -> PlanMemory:
         slots, sites, _ = self.pool.table.shape

@@ -94,6 +94,20 @@ class ScuteLayer(BaseLayerWithLoRA):
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias[columns], x, weight.t(), out=out)
 
+    @property
+    def inputs(self) -> int:
+        """How many features this rank's layer reads."""
+        return getattr(self.base_layer, "input_size_per_partition", self.base_layer.input_size)
+
+    def rehearse(self, rows: int) -> None:
+        """``ScuteLoRABackend.adapted`` as a forward of so many rows has it, with memory that nobody reads."""
+        dtype, device = self.lora_backend.pool.dtype, self.lora_backend.device
+
+        def some(features: int, rows: int) -> torch.Tensor:
+            return torch.empty(1, features, dtype=dtype, device=device).expand(rows, features)
+
+        self.lora_backend.adapted(self, some(self.inputs, rows), lambda x: some(self.slice_offsets[-1], len(x)), None)
+
     def start_lora_a_overlap(self, x: torch.Tensor) -> None:
         """SGLang's hook for its side stream; Scute starts its own in ``ScuteLoRABackend.adapted``."""
 
@@ -142,6 +156,12 @@ class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         return super().forward(input_) if self.lora_active else self.base_layer.forward(input_)
 
+    def rehearse(self, rows: int) -> None:
+        width, device = self.slice_offsets[-1], self.lora_backend.device
+        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        output = torch.empty(1, width, dtype=self.lora_backend.pool.dtype, device=device).expand(rows, width)
+        self.lora_backend.adapted(self, tokens, lambda _: output, None, embedding=True)
+
     def tie(self, head: ScuteParallelLMHead) -> None:
         """Let ``head``, over the same weight, stand for this embedding where SGLang uses it as the output head."""
         self.__dict__["tied_head"] = head  # no submodule: the model's own list of parameters stays as it is
@@ -171,6 +191,10 @@ class ScuteParallelLMHead(ScuteLayer, ParallelLMHeadWithLoRA):
         if batch is not None and batch.is_prefill:
             return self.lora_backend.touches(self.module_index)
         return super().lora_active
+
+    @property
+    def inputs(self) -> int:
+        return self.base_layer.embedding_dim
 
     @property
     def added_bias(self) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Which kernels Triton would compile for an H100 or H200, with nothing compiled: launches end where that would begin.
+"""Which kernels Triton compiles for an H100 or H200, and when; none is launched.
 
 ``test_kernels_launch.py`` runs this file in a process of its own, because what Triton takes for the active GPU is one
 for a process.
@@ -7,6 +7,7 @@ for a process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,14 +32,10 @@ from scute_kernels.shared_expand import kernel as shared_expand  # noqa: E402
 from scute_kernels.shared_route import kernel as shared_route  # noqa: E402
 from scute_kernels.shared_shrink import kernel as shared_shrink  # noqa: E402
 from scute_kernels.shrink import kernel as shrink  # noqa: E402
-from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
-    OWN_VARIANT,
-    ROTATE_UNFUSED_VARIANT,
-    ROTATE_VARIANT,
-    SHARED_VARIANT,
-)
+from scute_kernels.side_by_side import compile_kernels  # noqa: E402
+from scute_kernels.stream import empty  # noqa: E402
 from scute_sglang import backend as backend_module  # noqa: E402
-from scute_sglang.backend import Batch, ScuteLoRABackend  # noqa: E402
+from scute_sglang.backend import DECODE_VARIANTS, Batch, ScuteLoRABackend  # noqa: E402
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
@@ -70,9 +67,12 @@ class Hopper:
         return CPU
 
 
+driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+
+
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
-    """Name and key of every kernel that would have been compiled so far."""
+    """Name and key of every kernel that would have been compiled so far: launches end where that would begin."""
     kernels: set[tuple[str, str]] = set()
 
     def stop(*, key: str, fn: JitFunctionInfo, **_: object) -> bool:
@@ -80,7 +80,6 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
         return True
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", stop)
-    driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(launch, "supports_pdl", lambda: True)
     monkeypatch.setattr(launch, "_compiles_for_nvidia", lambda: True)
@@ -169,22 +168,40 @@ def eager(backend: ScuteLoRABackend, layers: list[ScuteLayer], owners: Sequence[
     forward(backend, layers, Batch(plans, slots, counts, adapters, False, True, False))
 
 
+def test_kernels_are_compiled_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    memory = torch.empty(4, dtype=torch.float16), torch.empty(4, dtype=torch.float32)
+
+    def rehearse() -> None:
+        for tensor in (*memory, *memory):
+            empty[(1,)](tensor)
+
+    assert compile_kernels(rehearse) == len(memory)
+    compiled = list(empty.device_caches[0][0].values())
+    assert [kernel.metadata.target for kernel in compiled] == [Hopper().get_current_target()] * len(memory)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_eager_prefill_has_no_kernels_of_its_own(
+def test_all_kernels_are_compiled_before_the_graphs(
     dtype: torch.dtype, wanted: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the graphs, and of the start, are compiled before the first request comes, which else waits for them."""
+    """Those of the graphs side by side; and a prefill without a graph has none of its own, for which it would wait."""
     backend, layers = serving(dtype)
+    assert backend._prefill_memory is not None
+    assert backend._decode_memory is not None
+    backend.rehearse(backend._prefill_memory, [None])
+    backend.rehearse(backend._decode_memory, DECODE_VARIANTS)
+    rehearsed = set(wanted)
+    assert {name.rpartition(".")[2] for name, _ in rehearsed} >= {"_shrink", "_expand_rows", "_expand_tiles"}
     with monkeypatch.context() as patch:
         for rows in PREFILL_ROWS:
             capture(backend, layers, rows, None, patch)
         for rows in DECODE_ROWS:
-            for variant in (OWN_VARIANT, SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT):
+            for variant in DECODE_VARIANTS:
                 capture(backend, layers, rows, variant, patch)
-    at_start = set(wanted)
-    assert {name.rpartition(".")[2] for name, _ in at_start} >= {"_shrink", "_expand_rows", "_expand_tiles"}
+    assert not wanted - rehearsed
     for rows in (3, 50, 65, 214, 579, 2561, 8191):
         for owners in (["ia3"], ["oft", None, "lora"], ["vera", "oft", "ia3", "lora", "oft", None, "oft"]):
             if rows >= len(owners):
                 eager(backend, layers, owners, rows)
-        assert not wanted - at_start, rows
+        assert not wanted - rehearsed, rows

@@ -42,7 +42,7 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
         assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
 
 
-def test_an_eager_prefill_compiles_nothing() -> None:
+def test_kernels_are_compiled_before_they_are_needed() -> None:
     command = [
         sys.executable,
         "-m",
