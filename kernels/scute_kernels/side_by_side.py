@@ -40,6 +40,7 @@ def compile_kernels(rehearse: Callable[[], None]) -> int:
     with knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note  # pyright: ignore[reportAttributeAccessIssue]
         rehearse()
+    device = driver.active.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
     # Most of the work is in libraries that let go of the interpreter's lock, and in a program of its own, ptxas.
-    with ThreadPoolExecutor(_THREADS, initializer=_use, initargs=(driver.active.get_current_device(),)) as pool:
+    with ThreadPoolExecutor(_THREADS, initializer=_use, initargs=(device,)) as pool:
         return len(list(pool.map(lambda kernel: kernel[0].preload(kernel[1]), wanted.values())))
