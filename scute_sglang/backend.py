@@ -233,13 +233,12 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_WIDTH)
-        self._compile(self._decode_memory, DECODE_VARIANTS)
+        self.compile(self._decode_memory.rows, DECODE_VARIANTS)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
         self.prefill_cuda_graph_max_bs = max_num_tokens if max_num_requests is None else max_num_requests
         self._prefill_memory = self._static_memory(max_num_tokens, PREFILL_WIDTH)
-        self._compile(self._prefill_memory, [None])
 
     def _static_memory(self, rows: int, width: int) -> PlanMemory:
         """Plans that graphs may hold: all base rows until a batch is written into them."""
@@ -247,32 +246,38 @@ class ScuteLoRABackend(BaseLoRABackend):
         self._fill([], [], memory)
         return memory
 
-    def _compile(self, memory: PlanMemory, variants: Sequence[str | None]) -> None:
-        """What ``rehearse`` launches, before the graphs are captured."""
-        if self.device.type == "cuda":
-            began = time.monotonic()
-            count = compile_kernels(lambda: self.rehearse(memory, variants))
-            if count:
-                logger.info("compiled %d kernels in %.1f s", count, time.monotonic() - began)
+    def compile(self, rows: int, variants: Sequence[str | None]) -> None:
+        """Have all that ``rehearse`` launches compiled, and loaded by the device: while serving, a request would wait
+        for a kernel, or there might be no memory left for it."""
+        if self.device.type != "cuda":
+            return
+        began = time.monotonic()
+        count = compile_kernels(lambda: self.rehearse(rows, variants))
+        self.rehearse(rows, variants)
+        logger.info("%d kernels are ready after %.1f s", count, time.monotonic() - began)
 
-    def rehearse(self, memory: PlanMemory, variants: Sequence[str | None]) -> None:
-        """Launch every kernel that the graphs that read these plans hold, and eager forwards of their phase, for base
-        rows. ``variants``: of decode graphs; ``None`` for those of prefill.
+    def rehearse(self, rows: int, variants: Sequence[str | None]) -> None:
+        """Launch every kernel of the graphs, and of the eager forwards of a prefill, of up to so many rows, for base
+        rows. ``variants``: of decode graphs; ``None`` for prefill.
 
         Powers of two stand for all numbers of rows: what is compiled depends on the order of magnitude.
         """
-        plans = self._fill([], [], memory)
-        kinds = {(type(layer), layer.slice_offsets, layer.in_features): layer for layer in self.site_map.layers}
-        for variant in variants:
-            decode = variant is not None
-            self.batch_info = Batch(plans, [], [], {}, use_cuda_graph=True, is_prefill=not decode, beside=decode)
-            for rows in {*(1 << power for power in range(memory.rows.bit_length())), memory.rows}:
-                with model_capture_mode(), capture_lora_variant(variant):
-                    for layer in kinds.values():
-                        layer.rehearse(rows)
-        if None in variants:
-            self._rotate_nothing()
-        self.batch_info = None
+        kinds = {
+            (type(layer), layer.slice_offsets, layer.inputs, layer.in_features): layer for layer in self.site_map.layers
+        }
+        try:
+            for variant in variants:
+                decode = variant is not None
+                plans = self._fill([], [], self._plan_memory(rows, DECODE_WIDTH if decode else PREFILL_WIDTH))
+                self.batch_info = Batch(plans, [], [], {}, use_cuda_graph=True, is_prefill=not decode, beside=decode)
+                for some in {*(1 << power for power in range(rows.bit_length())), rows}:
+                    with model_capture_mode(), capture_lora_variant(variant):
+                        for layer in kinds.values():
+                            layer.rehearse(some)
+            if None in variants:
+                self._rotate_nothing()
+        finally:
+            self.batch_info = None
 
     def _rotate_nothing(self) -> None:
         """With tiles of prefill, which no graph holds: only eager prefills transform inputs."""
@@ -485,8 +490,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the
         columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, the rows that
         are not transformed meet the whole weight, the inputs of each slice the columns of it, so that nothing is
-        computed twice or in vain. If the weight cannot be cut, only rows that are transformed have inputs of the
-        further slices, and their columns are put in place here.
+        computed twice or in vain; ``base`` is not called then. If the weight cannot be cut, only rows that are
+        transformed have inputs of the further slices, and their columns are put in place here.
         """
         batch = self.batch_info
         assert batch is not None

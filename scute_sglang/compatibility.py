@@ -67,6 +67,9 @@ MODEL_SIGNATURES: dict[str, tuple[str, ...]] = {
     "sglang.srt.lora.utils.get_batch_token_counts": ("forward_batch",),
     "sglang.srt.lora.utils.build_lm_head_pass_segments": ("weight_indices", "pruned_lens", "logprobs_chunk_size"),
     "sglang.srt.lora.utils.capturing_lora_graph": (),
+    "sglang.srt.model_executor.runner_utils.capture_mode.model_capture_mode": (),
+    "sglang.srt.model_executor.runner_utils.capture_mode.capture_lora_variant": ("variant",),
+    "sglang.srt.runtime_context.max_prefill_buffer_tokens": (),
     "sglang.srt.lora.eviction_policy.get_eviction_policy": ("policy_name",),
     "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head": (
         "self",

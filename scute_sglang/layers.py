@@ -88,11 +88,12 @@ class ScuteLayer(BaseLayerWithLoRA):
 
     def base_columns(self, x: torch.Tensor, columns: slice, out: torch.Tensor | None = None) -> torch.Tensor:
         """Some columns of ``base_linear``, of a layer that shows its weight. ``out``: where they are written, if
-        given; its last stride is 1."""
+        given."""
         weight, bias = self.base_layer.weight[columns], self.added_bias
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias[columns], x, weight.t(), out=out)
+        output = nn.functional.linear(x, weight, bias[columns])  # rounds once, as the base layer does
+        return output if out is None else out.copy_(output)
 
     @property
     def inputs(self) -> int:
@@ -100,13 +101,17 @@ class ScuteLayer(BaseLayerWithLoRA):
         return getattr(self.base_layer, "input_size_per_partition", self.base_layer.input_size)
 
     def rehearse(self, rows: int) -> None:
-        """``ScuteLoRABackend.adapted`` as a forward of so many rows has it, with memory that nobody reads."""
-        dtype, device = self.lora_backend.pool.dtype, self.lora_backend.device
+        """``ScuteLoRABackend.adapted`` of so many base rows, for the kernels that it launches."""
+        outputs = self.slice_offsets[-1]
+        self.lora_backend.adapted(self, self._some(rows, self.inputs), lambda x: self._some(len(x), outputs), None)
 
-        def some(features: int, rows: int) -> torch.Tensor:
-            return torch.empty(1, features, dtype=dtype, device=device).expand(rows, features)
-
-        self.lora_backend.adapted(self, some(self.inputs, rows), lambda x: some(self.slice_offsets[-1], len(x)), None)
+    def _some(self, rows: int, features: int) -> torch.Tensor:
+        """``(rows, features)`` that overlap, since nobody reads them; by how much is what Triton asks of a stride."""
+        stride = 16 + features % 16
+        memory = torch.empty(
+            rows * stride + features, dtype=self.lora_backend.pool.dtype, device=self.lora_backend.device
+        )
+        return memory.as_strided((rows, features), (stride, 1))
 
     def start_lora_a_overlap(self, x: torch.Tensor) -> None:
         """SGLang's hook for its side stream; Scute starts its own in ``ScuteLoRABackend.adapted``."""
@@ -157,9 +162,8 @@ class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
         return super().forward(input_) if self.lora_active else self.base_layer.forward(input_)
 
     def rehearse(self, rows: int) -> None:
-        width, device = self.slice_offsets[-1], self.lora_backend.device
-        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        output = torch.empty(1, width, dtype=self.lora_backend.pool.dtype, device=device).expand(rows, width)
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self.lora_backend.device)
+        output = self._some(rows, self.slice_offsets[-1])
         self.lora_backend.adapted(self, tokens, lambda _: output, None, embedding=True)
 
     def tie(self, head: ScuteParallelLMHead) -> None:

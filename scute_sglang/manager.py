@@ -13,7 +13,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule, max_prefill_buffer_tokens
 
 import scute_converter
 from scute_converter import parallel
@@ -66,6 +66,7 @@ class ScuteLoRAManager(LoRAManager):
         self.init_lora_modules()
         self.init_memory_pool()
         self.lora_backend.attach(self.site_map, self.memory_pool, self.max_lora_rank)
+        self.lora_backend.compile(max_prefill_buffer_tokens() or get_schedule().max_prefill_tokens, [None])
         for lora_ref in lora_paths or []:
             result = self._load_lora_adapter(lora_ref)
             if not result.success:

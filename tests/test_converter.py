@@ -120,6 +120,31 @@ def test_tensors_at_odd_addresses(dtype: torch.dtype, padding: int, tmp_path: Pa
     assert load(tmp_path).digest == exact.digest
 
 
+def test_a_type_without_exact_numbers_in_fp32_is_named(tmp_path: Path) -> None:
+    """safetensors knows types that its reader for torch does not."""
+    file = write(tmp_path, lora_tensors()) / "adapter_model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    key = f"{PREFIX}q_proj.lora_A.weight"
+    header[key]["dtype"], header[key]["shape"] = "F8_E8M0", [3, 4 * 30]
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    refused(lambda: load(tmp_path, "bad"), key, "has type F8_E8M0", "fp32, fp16 or bf16")
+
+
+def test_what_torch_makes_by_default_does_not_count(tmp_path: Path) -> None:
+    """SGLang sets the default type and inference mode around much of what it does."""
+    exact = load(write(tmp_path, lora_tensors())).digest
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.inference_mode():
+            assert load(tmp_path).digest == exact
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_load_leaves_nothing_in_memory(tmp_path: Path) -> None:
     """safe_open's get_tensor, of safetensors 0.8.0, keeps a Python object or two for every tensor."""
     shapes = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
 
 
 def test_kernels_are_compiled_before_they_are_needed() -> None:
+    pytest.importorskip("sglang")
     command = [
         sys.executable,
         "-m",
@@ -80,6 +82,8 @@ def test_entries_stand_in_order() -> None:
             bounds = [entry["max_rows"] for entry in table[operator][precision]]
             assert bounds[-1] is None
             assert bounds[:-1] == sorted(set(bounds[:-1]))
+            for before, bound in pairwise([0, *bounds[:-1]]):  # a rehearsal of powers of two meets every entry
+                assert 1 << (bound.bit_length() - 1) > before
             assert 256 in bounds  # up to there a tile has 16 rows, and more beyond
             assert operator.startswith("shared") or FEW_ROWS in bounds  # up to there a tile has one
 

@@ -150,6 +150,14 @@ def test_an_adapter_without_parts_or_a_rank_without_sites() -> None:
     assert pack_adapter("ada", {}, {}, [], torch.float16).placed(512, {}).shape == (0, table.FIELDS)
 
 
+def test_in_inference_mode() -> None:
+    """Which torch has for each thread, and packing has several."""
+    forms = {0: NormalForm(8, 8, pair=Pair(torch.ones(2, 8), torch.ones(2, 8)))}
+    expected = pack_adapter("a", forms, {}, NAMES, torch.float16).block
+    with torch.inference_mode():
+        assert torch.equal(pack_adapter("a", forms, {}, NAMES, torch.float16).block, expected)
+
+
 def test_placing_leaves_the_packed_rows_alone() -> None:
     form = NormalForm(3, 5, shared=SharedPair("basis", torch.ones(2), torch.ones(5)))
     packed = pack_adapter("ada", {0: form}, {}, NAMES, torch.float16)

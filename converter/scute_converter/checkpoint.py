@@ -80,7 +80,7 @@ class Checkpoint:
         """The same for a matrix, its rows as columns."""
         matrix = self._take(module, suffix, 2, trained=trained).cpu()
         rows, columns = matrix.shape
-        transposed = torch.empty(columns, rows)
+        transposed = torch.empty(columns, rows, dtype=torch.float32, device="cpu")
         # A few rows at a time, so that what is read column by column stays in the cache of the core.
         step = max(1, _TILE // columns)
         for first in range(0, rows, step):

@@ -56,6 +56,7 @@ _DTYPES = {
 }
 
 _COPY_AGAIN = "download or copy the file again"
+_OTHER_TYPE = "save the adapter in fp32, fp16 or bf16"
 _AS_SAFETENSORS = f"save the adapter as {SAFETENSORS}"
 
 # What the pickle of a state dict refers to, besides storages and dtypes. weights_only=True knows more, some of which
@@ -139,13 +140,15 @@ def read_safetensors(adapter: str, folder: Path, name: str) -> dict[str, torch.T
     """The tensors in a file of the folder, in the order of their names."""
     content = _read(adapter, folder, name)
     try:
-        tensors = _views(content)
+        tensors = _views(adapter, name, content)
+    except AdapterError:
+        raise
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise AdapterError(adapter, name, f"is broken or cut off ({error})", _COPY_AGAIN) from error
     return {key: tensors[key] for key in sorted(tensors)}
 
 
-def _views(content: memoryview) -> dict[str, torch.Tensor]:
+def _views(adapter: str, name: str, content: memoryview) -> dict[str, torch.Tensor]:
     """The tensors in the bytes of a safetensors file, which they keep.
 
     safetensors itself reads the header, from a file in memory of the same length that has nothing behind it: from the
@@ -155,6 +158,9 @@ def _views(content: memoryview) -> dict[str, torch.Tensor]:
     with _in_memory(content[:start], len(content)) as file, safetensors.safe_open(file, "np") as header:
         # In safetensors 0.8.0 get_tensor keeps an integer or two for ever, of every tensor; get_slice does not.
         slices = {key: header.get_slice(key) for key in header.offset_keys()}
+        for key, part in slices.items():
+            if (dtype := part.get_dtype()) not in _DTYPES:
+                raise AdapterError(adapter, f"{name}, tensor {key}", f"has type {dtype}", _OTHER_TYPE)
         kinds = {key: (_DTYPES[part.get_dtype()], part.get_shape()) for key, part in slices.items()}
     tensors = {}
     for key, (dtype, shape) in kinds.items():
@@ -163,6 +169,8 @@ def _views(content: memoryview) -> dict[str, torch.Tensor]:
         else:
             tensors[key] = torch.empty(shape, dtype=dtype)
         start += count * dtype.itemsize
+    if start != len(content):
+        raise ValueError("the tensors do not lie one after the other")
     return tensors
 
 

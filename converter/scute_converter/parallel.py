@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -15,9 +17,15 @@ _SHARES = 4  # of each thread: handing out every item by itself takes longer tha
 
 
 def each(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """``work`` of every item, in their order; raises what the first item raised that failed."""
+    """``work`` of every item, in their order; raises what the first item raised that failed. Inference mode, which
+    torch has for each thread, is the caller's."""
+    inference = torch.is_inference_mode_enabled()
+
+    def of_share(share: Sequence[Item]) -> list[Result]:
+        with torch.inference_mode(inference):
+            return [work(item) for item in share]
+
     size = -(-len(items) // (_SHARES * _THREADS)) or 1
     shares = [items[first : first + size] for first in range(0, len(items), size)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        done = pool.map(lambda share: [work(item) for item in share], shares)
-        return [result for results in done for result in results]
+        return [result for results in pool.map(of_share, shares) for result in results]

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_THREADS = min(16, os.cpu_count() or 1)
+_THREADS = min(16, len(os.sched_getaffinity(0)))
 
 
 def _use(device: int) -> None:
@@ -31,10 +31,10 @@ def compile_kernels(rehearse: Callable[[], None]) -> int:
     Their launches do nothing; those of kernels that are compiled already happen. Other threads must launch none
     meanwhile.
     """
-    wanted: dict[tuple[str, str], tuple[JITFunction, str]] = {}
+    wanted: dict[tuple[str, str, str], tuple[JITFunction, str]] = {}
 
     def note(*, key: str, fn: Any, compile: Any, **_: Any) -> bool:
-        wanted[fn.name, key] = (fn.jit_function, compile["specialization_data"])
+        wanted[fn.module, fn.name, key] = (fn.jit_function, compile["specialization_data"])
         return True  # Triton goes no further
 
     with knobs.runtime.scope():
