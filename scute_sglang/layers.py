@@ -98,7 +98,7 @@ class ScuteLayer(BaseLayerWithLoRA):
     @property
     def inputs(self) -> int:
         """How many features this rank's layer reads."""
-        return getattr(self.base_layer, "input_size_per_partition", self.base_layer.input_size)
+        return self.base_layer.input_size
 
     def rehearse(self, rows: int) -> None:
         """``ScuteLoRABackend.adapted`` of so many base rows, for the kernels that it launches."""
@@ -138,6 +138,10 @@ class ScuteRowParallelLinear(ScuteLayer, RowParallelLinearWithLoRA):
         super().__init__(base_layer, lora_backend, [base_layer.output_size])
 
     @property
+    def inputs(self) -> int:
+        return self.base_layer.input_size_per_partition
+
+    @property
     def added_bias(self) -> torch.Tensor | None:
         first_rank = get_group_rank_size(self.base_layer.tp_group)[0] == 0
         return super().added_bias if first_rank else None
@@ -160,6 +164,11 @@ class ScuteVocabParallelEmbedding(ScuteLayer, VocabParallelEmbeddingWithLoRA):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         return super().forward(input_) if self.lora_active else self.base_layer.forward(input_)
+
+    @property
+    def inputs(self) -> int:
+        """How many tokens it knows."""
+        return self.vocab_size
 
     def rehearse(self, rows: int) -> None:
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.lora_backend.device)

@@ -1,5 +1,5 @@
 """Lets a step of loading fail on one rank of a running server, and tells what the ranks hold before and after each
-load: a plugin of SGLang, for the tests of faults only.
+load: a plugin of SGLang, for tests only. When the server starts it rehearses its graphs, as one on a GPU does.
 
 ``install`` writes the plugin into a folder for ``PYTHONPATH``. A file that names a step and a rank makes the functions
 of Scute that do this step raise there, as long as the file is there.
@@ -105,10 +105,17 @@ def register() -> None:
 
 
 def _telling(manager: Any) -> Any:
-    """The class of managers, which now tell what they hold."""
+    """The class of managers, which now tell what they hold, and rehearse."""
     from sglang.srt.runtime_context import get_parallel
 
-    load = manager._load
+    from scute_sglang.backend import DECODE_VARIANTS
+
+    load, init_state = manager._load, manager.init_state
+
+    def rehearsing(self: Any, *args: Any, **kwargs: Any) -> None:
+        init_state(self, *args, **kwargs)
+        self.lora_backend.rehearse(100, [None])
+        self.lora_backend.rehearse(20, DECODE_VARIANTS)
 
     def wrapper(self: Any, lora_ref: Any, read: Any) -> Any:
         before = _holds(self)
@@ -119,7 +126,7 @@ def _telling(manager: Any) -> Any:
         file.with_suffix(".new").replace(file)  # at once
         return result
 
-    manager._load = wrapper
+    manager._load, manager.init_state = wrapper, rehearsing
     return manager
 
 
