@@ -144,7 +144,8 @@ def answers_of(packed: Path, adapters: dict[str, Path], kind: Format, log: Path)
     """Of a server, each with its adapter."""
     arguments = [
         *("--dtype", "float16", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
-        *("--mem-fraction-static", "0.3", "--cuda-graph-max-bs-decode", "32", "--max-total-tokens", "16384"),
+        *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384"),
+        *("--cuda-graph-bs-decode", "8", "24", "--cuda-graph-bs-prefill", "512", "2048"),  # more take long to capture
         *("--max-loras-per-batch", str(len(RECIPES)), "--scute-adapter-memory", "1GiB"),
     ]
     owners = [name for name in [None, *RECIPES] for _ in range(3)]
