@@ -24,9 +24,11 @@ The bars, numbered as the project numbers them:
 
 - 12: ``expand`` of DoRA over that of LoRA, rank 16, in a prefill of 1024 and 4096 rows of one to four adapters, for
   each module: ``s`` is multiplied while ``h`` is in registers anyway. (The Scute paper: 0.985 to 1.022.)
-- 13: the byte model, ``max(launch, bytes / bandwidth)``, against the measured time, of all rows whose bytes take longer
-  than a launch. Nothing in it is fitted: ``launch`` is an empty kernel, ``bandwidth`` a large copy, both measured here.
-  (``scute plan`` has a larger floor for operators that wait for the base layer; the report says what that changes.)
+- 13: the byte model, ``latency + bytes / bandwidth``, against the measured time, of all rows whose bytes take longer
+  than a launch. Nothing in it is fitted to these rows: ``bandwidth`` is that of a large copy, ``latency`` the time of
+  the operator where it has next to nothing to do, less that of its bytes: for one adapter of rank 1 (a rotation keeps
+  its blocks) at the smallest module, in decode for as many rows, else for the fewest that have the tiles of prefill. A
+  launch is an empty kernel. All are measured here; the report also says what bytes alone would give.
 
 Kernels are compiled in ``--workers`` processes before anything is timed: Triton keeps them on disk.
 
@@ -57,7 +59,7 @@ import triton
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import own_tile_rows, tile_width
+from scute_kernels.plan import MOST_DECODE_ROWS, own_tile_rows, tile_width
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
@@ -88,8 +90,7 @@ REPLAYS = 20
 COLD_BYTES = 512 << 20  # what all calls of a graph move together: several times the L2 of any GPU
 MOST_LAYERS = 64
 
-# As scute_sglang/backend.py and plan.py have them, which need more than torch and Triton.
-IN_LINE = 2.5e-6
+# As scute_sglang/backend.py has it, which needs more than torch and Triton.
 MAX_RANK = 1024  # R of the scratch of decode: what a server assumes if it is told nothing
 
 MOST_RATIO = 1.02  # bar 12
@@ -385,7 +386,7 @@ SETTING = ("gpu", "model", "dtype")
 OPERATOR = ("operator", "phase", "rows", "adapters", "method", "module")
 COLUMNS = (
     *("date", "commit", *SETTING, "torch", "triton", *OPERATOR),
-    *("microseconds", "bytes", "microseconds_by_bytes"),
+    *("microseconds", "bytes", "microseconds_by_bytes", "microseconds_latency"),
 )
 
 
@@ -404,20 +405,15 @@ def ratios_of_scale(rows: Sequence[Row]) -> list[float]:
     return [times[*place, DORA.name] / times[*place, LORA.name] for place in plain if (*place, DORA.name) in times]
 
 
-def error_of(row: Row, floor: float) -> float:
-    """Of the byte model, relative to the measured time. ``floor``: microseconds."""
-    return abs(max(floor, float(row["microseconds_by_bytes"])) - time_of(row)) / time_of(row)
+def error_of(row: Row) -> float:
+    """Of the byte model, relative to the measured time."""
+    predicted = float(row["microseconds_latency"]) + float(row["microseconds_by_bytes"])
+    return abs(predicted - time_of(row)) / time_of(row)
 
 
 def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
     """The rows whose bytes take longer than a launch."""
     return [row for row in rows if float(row["microseconds_by_bytes"]) > launch_us]
-
-
-def floor_of_plan(row: Row, launch_us: float) -> float:
-    """Microseconds that ``scute plan`` gives to an operator at least; some run beside the base layer there."""
-    beside = "shrink" in row["operator"] or (row["operator"], row["phase"]) == ("shared_expand", DECODE)
-    return launch_us if beside else IN_LINE * 1e6
 
 
 @dataclass(frozen=True)
@@ -444,7 +440,7 @@ def bars(rows: Sequence[Row], launch_us: float) -> list[Bar]:
     ratios, weighed = ratios_of_scale(rows), heavy(rows, launch_us)
     scale = "expand, DoRA r16 / LoRA r16, 1024 and 4096 rows of 1 to 4 adapters: median"
     model = "byte model against measured time, where bytes outweigh a launch: median error"
-    by_plan = [error_of(row, floor_of_plan(row, launch_us)) for row in weighed]
+    by_bytes = [error_of({**row, "microseconds_latency": 0}) for row in weighed]
     return [
         Bar(
             12,
@@ -456,11 +452,9 @@ def bars(rows: Sequence[Row], launch_us: float) -> list[Bar]:
         Bar(
             13,
             model,
-            statistics.median(error_of(row, launch_us) for row in weighed) if weighed else None,
+            statistics.median(map(error_of, weighed)) if weighed else None,
             MOST_ERROR,
-            f"{len(weighed)} of {len(rows)} rows; with the floors of `scute plan` {statistics.median(by_plan):.3f}"
-            if weighed
-            else "",
+            f"{len(weighed)} of {len(rows)} rows; by bytes alone {statistics.median(by_bytes):.3f}" if weighed else "",
         ),
     ]
 
@@ -469,7 +463,7 @@ def error_table(rows: Sequence[Row], launch_us: float) -> list[str]:
     """Bar 13 by phase and operator."""
     errors: dict[tuple[str, str], list[float]] = {}
     for row in heavy(rows, launch_us):
-        errors.setdefault((row["phase"], row["operator"]), []).append(error_of(row, launch_us))
+        errors.setdefault((row["phase"], row["operator"]), []).append(error_of(row))
     return [
         f"| {phase} | {operator} | {len(found)} | {statistics.median(found):.3f} | {max(found):.3f} |"
         for (phase, operator), found in errors.items()
@@ -517,6 +511,7 @@ class Bench:
             f"copy {self.bandwidth / 1e12:.2f} TB/s, launch {self.launch * 1e6:.2f} us"
         )
         self.rows: list[Row] = []
+        self._latencies: dict[tuple[str, bool, int], float] = {}
         self.out: Path = arguments.out
         self.out.mkdir(parents=True, exist_ok=True)
         self._file = (self.out / "operators.csv").open("w", newline="", encoding="utf-8")
@@ -540,6 +535,23 @@ class Bench:
             self._record(case, operator, taken)
         return total
 
+    def latency(self, case: Case, operator: str) -> float:
+        """Seconds: see bar 13 at the top of this file."""
+        decode, block = case.batch.phase == DECODE, case.block if operator == "rotate" else 0
+        key = (operator, decode, block)
+        if key not in self._latencies:
+            rows = case.batch.rows if decode else min(case.batch.rows, MOST_DECODE_ROWS + 1)
+            shared = operator.startswith("shared")
+            method = Method("least", rank=int(not shared and not block), basis_rank=int(shared), block=block)
+            module = min(self.model.modules, key=lambda module: module.in_features * sum(module.widths))
+            least = Case(Batch(DECODE if decode else PREFILL, rows, 1), method, module, self.dtype)
+            sites = MeasuredSites(least, layers=1 if INTERPRETED else None)
+            sites.check(operator)
+            sites.calm()
+            self._latencies[key] = max(0.0, sites.seconds(operator) - least.moved(operator) / self.bandwidth)
+            print(f"{'decode' if decode else 'prefill'} {operator}: {self._latencies[key] * 1e6:.2f} us latency")
+        return self._latencies[key]
+
     def _record(self, case: Case, operator: str, taken: float) -> None:
         moved = case.moved(operator)
         least = moved / self.bandwidth
@@ -560,6 +572,7 @@ class Bench:
             "microseconds": round(taken * 1e6, 3),
             "bytes": moved,
             "microseconds_by_bytes": round(least * 1e6, 3),
+            "microseconds_latency": round(self.latency(case, operator) * 1e6, 3),
         }
         self.rows.append(row)
         self._writer.writerow(row)

@@ -9,7 +9,7 @@ how many requests and adapters there are nor their method.
 - ``*-tenants``: time over the number of adapters in a batch, with one request each and with a fixed number of requests.
 - ``*-rank``: time over the rank of LoRA.
 - ``*-predicted``: time measured over that of the byte model. Of server and tune it is the model of ``scute plan`` for
-  the shapes and the GPU of the command line, of single operators their bytes by the measured bandwidth of a copy.
+  the shapes and the GPU of the command line, of single operators that of ``operators.py``.
 
 Points of ``server.csv`` are medians of bursts without the first. Its *added* time is that beyond as many base requests
 on a server without LoRA; cases for which those were not measured are left out.
@@ -215,7 +215,8 @@ def predicted(points: Iterable[Point], predictor: Predictor, unit: float) -> Lin
 def predicted_operators(rows: Iterable[Row]) -> Lines:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        place = float(row["microseconds_by_bytes"]), float(row["microseconds"])
+        predicted = float(row["microseconds_by_bytes"]) + float(row.get("microseconds_latency") or 0)
+        place = predicted, float(row["microseconds"])
         found[f"{row['phase']}, {row['operator']}"].append(place)
     return found
 
