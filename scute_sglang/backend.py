@@ -105,11 +105,10 @@ Rows = slice | torch.Tensor
 
 @dataclass(frozen=True)
 class Transformed:
-    """The rows whose inputs some adapters transform. ``rows``: these, ``count`` of them; ``others``: all others.
+    """The rows whose inputs some adapters transform. ``rows``: these; ``others``: all others.
     ``row_slot``, ``tiles``: of a grouped plan of these rows alone."""
 
     rows: Rows
-    count: int
     others: Sequence[Rows]
     row_slot: torch.Tensor
     tiles: torch.Tensor
@@ -526,7 +525,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         of_all = torch.cat([x, inputs[1:].flatten(0, 1)])
         of_all[chosen] = inputs[0]
         output = base(of_all)
-        h, further = output[:rows], output[rows:].unflatten(0, (n_slices - 1, transformed.count))
+        h, further = output[:rows], output[rows:].unflatten(0, (n_slices - 1, inputs.shape[1]))
         for part, ends in zip(further, pairwise(layer.slice_offsets[1:]), strict=True):
             h[chosen, slice(*ends)] = part[:, slice(*ends)]
         return h[None]
@@ -543,7 +542,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             plan = view_plan(self._to_device(packed), rows, width, packed)  # no operator asks for its routes
             chosen = np.repeat([slot in slots for slot in batch.slots], batch.counts)
             of_chosen, others = self._rows(chosen, most_runs=1), self._rows(~chosen, MOST_RUNS)
-            batch.transformed[slots] = Transformed(of_chosen[0], rows, others, plan.row_slot, plan.tiles)
+            batch.transformed[slots] = Transformed(of_chosen[0], others, plan.row_slot, plan.tiles)
         return batch.transformed[slots]
 
     def _rows(self, chosen: np.ndarray, most_runs: int) -> list[Rows]:

@@ -1,6 +1,6 @@
 """Which kernels Triton compiles for an H100 or H200, and when; none is launched.
 
-``test_kernels_launch.py`` runs this file in a process of its own, because what Triton takes for the active GPU is one
+``test_kernels_triton.py`` runs this file in a process of its own, because what Triton takes for the active GPU is one
 for a process.
 """
 
@@ -40,6 +40,7 @@ from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
 from scute_sglang.sites import Projection, Site, SiteMap  # noqa: E402
+from test_graph_variants import loaded  # noqa: E402
 
 CPU, SLOTS, RANK = torch.device("cpu"), 8, 256
 MODULES = ((512, (512, 128, 128)), (4096, (512,)), (512, (1536, 1000)), (16384, (512,)))  # qkv, o, gate and up, down
@@ -106,17 +107,8 @@ def adapter(kind: str, dtype: torch.dtype) -> LoadedAdapter:
             case "ia3" if site == len(SITES) - 1:
                 forms[site] = NormalForm(features, width, rotation=Rotation(torch.ones(features, 1, 1)))
     basis = pack_basis("b", Basis(torch.ones(RANK, 16384), torch.ones(RANK, 1536)), dtype)
-    vera = kind == "vera"
-    return LoadedAdapter(
-        uid=kind,
-        name=kind,
-        method=kind,
-        content=kind,
-        packed=pack_adapter(kind, forms, {}, [str(site) for site in range(len(SITES))], dtype),
-        bases={"b": basis} if vera else {},
-        basis_views={"b": ("b", 0)} if vera else {},
-        module_of_site=tuple(module for _, _, module in SITES),
-    )
+    packed = pack_adapter(kind, forms, {}, [str(site) for site in range(len(SITES))], dtype)
+    return loaded(kind, packed, {"b": basis} if kind == "vera" else {}, [module for _, _, module in SITES])
 
 
 def serving(dtype: torch.dtype) -> tuple[ScuteLoRABackend, list[ScuteLayer]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
@@ -28,7 +29,7 @@ from scute_sglang import backend as backend_module  # noqa: E402
 from scute_sglang.backend import OWN_BLOCK, Batch, HeadBatch, ScuteLoRABackend, decode_variant  # noqa: E402
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
-from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
+from scute_sglang.packing import PackedAdapter, PackedBasis, pack_adapter, pack_basis  # noqa: E402
 from scute_sglang.sites import SiteMap  # noqa: E402
 
 IN, WIDTHS = 24, (18, 10, 7, 13)  # of four sites: three of a fused layer, and one of a layer of its own
@@ -70,18 +71,24 @@ def forms_of(kind: str) -> dict[int, NormalForm]:
     raise ValueError(kind)
 
 
-def loaded(kind: str, forms: dict[int, NormalForm]) -> LoadedAdapter:
-    packed = pack_adapter(kind, forms, {}, [f"site {i}" for i in range(len(WIDTHS))], torch.float32)
-    vera = kind == "vera"
+def packed(kind: str, forms: dict[int, NormalForm]) -> LoadedAdapter:
+    block = pack_adapter(kind, forms, {}, [f"site {i}" for i in range(len(WIDTHS))], torch.float32)
+    return loaded(kind, block, {"basis": PACKED_BASIS} if kind == "vera" else {}, MODULE_OF_SITE)
+
+
+def loaded(
+    kind: str, packed: PackedAdapter, bases: Mapping[str, PackedBasis], module_of_site: Sequence[int]
+) -> LoadedAdapter:
+    """As a server holds it; ``bases``: each is read from its first row."""
     return LoadedAdapter(
         uid=kind,
         name=kind,
         method=kind,
         content=kind,
         packed=packed,
-        bases={"basis": PACKED_BASIS} if vera else {},
-        basis_views={"basis": ("basis", 0)} if vera else {},
-        module_of_site=MODULE_OF_SITE,
+        bases=bases,
+        basis_views={key: (key, 0) for key in bases},
+        module_of_site=module_of_site,
     )
 
 
@@ -121,7 +128,7 @@ def serving(forms: dict[str, dict[int, NormalForm]]) -> tuple[ScuteLoRABackend, 
     backend = ScuteLoRABackend(SLOTS, CPU)
     layers = [layer(backend, number) for number in (0, 1)]
     pool = ScuteMemoryPool(torch.zeros(len(WIDTHS), 2, dtype=torch.int64), SLOTS, torch.float32, CPU, 1 << 20, "lru")
-    pool.bring_in(list(forms), {kind: loaded(kind, of_kind) for kind, of_kind in forms.items()})
+    pool.bring_in(list(forms), {kind: packed(kind, of_kind) for kind, of_kind in forms.items()})
     backend.attach(SiteMap({}, tuple(layers), (), "llama"), pool, max_rank=WIDE_RANK)
     return backend, layers
 
@@ -147,7 +154,7 @@ def check_transformed(batch: Batch) -> None:
     """Every transformed row is in one tile, which is of one adapter if its rotation is more than a diagonal."""
     for transformed in batch.transformed.values():
         rows, slots = transformed.tiles[:, transformed.tiles[0] >= 0]
-        assert sorted(rows.tolist()) == list(range(transformed.count))
+        assert sorted(rows.tolist()) == list(range(len(transformed.row_slot)))
         assert torch.equal(slots, transformed.row_slot[rows.long()])
         for tile in transformed.tiles[1]:
             owners = {batch.adapters[slot].method for slot in tile[tile >= 0].tolist()}

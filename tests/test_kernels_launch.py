@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,21 +38,6 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
         assert tile_rows * expand.block_rank * dtype.itemsize + expand.num_stages * stage <= SHARED_MEMORY
     for features in (1, 896, 4096, 14336, 28672):
         assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
-
-
-def test_kernels_are_compiled_before_they_are_needed() -> None:
-    pytest.importorskip("sglang")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).parent / "kernels_compiled.py"),
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_a_small_largest_rank_makes_small_blocks() -> None:

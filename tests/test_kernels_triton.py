@@ -1,4 +1,4 @@
-"""Runs the tests of the Triton kernels, each device in a process of its own."""
+"""Runs the tests of the Triton kernels, each device, also one that there is not, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def run(*files: str, **environment: str) -> None:
 
 def test_under_the_interpreter() -> None:
     run("kernels_triton.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+def test_what_is_compiled_for_a_gpu() -> None:
+    pytest.importorskip("sglang")
+    run("kernels_compiled.py")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -41,8 +41,7 @@ class BatchPlan:
 FEW_ROWS = 64
 
 # Places of a tile in a plan for decode, the least that a tensor core multiplies, and for prefill, where a row of a and
-# b is read for many rows. A decode of more than MOST_DECODE_ROWS rows has tiles of
-# prefill.
+# b is read for many rows. A decode of more than MOST_DECODE_ROWS rows has those of prefill.
 DECODE_WIDTH = 16
 PREFILL_WIDTH = 64
 MOST_DECODE_ROWS = 256

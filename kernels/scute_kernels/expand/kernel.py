@@ -367,6 +367,9 @@ def expand(
     blocks, rows, _ = h.shape
     split, _, _, max_rank = v.shape
     plane_stride, row_stride, slice_stride, _ = v.stride()
+    block_stride = (
+        h.stride(0) if blocks > 1 else 0
+    )  # of one block it would vary with the rows, for Triton, and for nothing
     parameters = parameters or launch.expand(rows, tile_rows, arena.dtype, max_rank)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
@@ -383,7 +386,7 @@ def expand(
             first_site,
             sites,
             n_tiles,
-            h.stride(0) if blocks > 1 else 0,
+            block_stride,
             h.stride(1),
             addend.stride(0),
             slice_stride,
@@ -416,7 +419,7 @@ def expand(
         first_site,
         sites,
         n_tiles,
-        h.stride(0) if blocks > 1 else 0,
+        block_stride,
         h.stride(1),
         addend.stride(0),
         max_rank,
