@@ -485,6 +485,11 @@ VERA_TENSORS = {
         (OFT | {"peft_version": "new"}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["'new' is no version"]),
         (OFT | {"num_cayley_neumann_terms": 10**9}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["not within 1 and 64"]),
         (OFT, {f"{Q}oft_R.weight": torch.full((5, 15), 1e20)}, ["q_proj.oft_R.weight", "overflows"]),
+        (
+            OFT | {"use_cayley_neumann": False},
+            {f"{Q}oft_R.weight": torch.arange(60.0).view(6, 10).sin() * 1e12},
+            ["q_proj.oft_R.weight", "elements of up to", "no rotation can be computed"],
+        ),
         (OFT, {f"{Q}oft_R.weight": torch.ones(5, 14)}, ["14 elements are no upper triangle"]),
         (OFT | {"block_share": True}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["5 blocks, with block_share=true"]),
         (OFT, {f"{Q}oft_r": torch.ones(5, 6, 6)}, ["without oft_s", "before 0.14", "rotated the output"]),

@@ -10,7 +10,7 @@ from scute_converter.base import Base
 from scute_converter.checkpoint import Checkpoint
 from scute_converter.config import MethodConfig
 from scute_converter.methods.oft import cayley
-from scute_converter.normal_form import NormalForm, Rotation
+from scute_converter.normal_form import NormalForm
 from scute_converter.registry import Conversion, Variant, register
 
 
@@ -53,10 +53,9 @@ def _convert_module(checkpoint: Checkpoint, module: str) -> NormalForm:
         if order.shape != (1, blocks * k, blocks * k) or not torch.equal(order, torch.eye(blocks * k)[None]):
             problem = "reorders the features, which one factor does not"
             raise checkpoint.error(module, "boft_P", problem, "save the adapter again with PEFT 0.13 or later")
-    delta = checkpoint.converted(module, "boft_R", cayley((parameter[0] - parameter[0].transpose(1, 2)) / 2))
     return NormalForm(
         in_features=blocks * k,
         out_features=scale.shape[0],
         scale_delta=scale.flatten() - 1,
-        rotation=Rotation(delta),
+        rotation=cayley(checkpoint, module, "boft_R", (parameter[0] - parameter[0].transpose(1, 2)) / 2),
     )

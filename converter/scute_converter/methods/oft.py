@@ -17,6 +17,8 @@ from scute_converter.registry import Conversion, Variant, register
 
 # Of a Cayley-Neumann series; users take 3 to 8.
 _MOST_TERMS = 64
+# Of the length of a rotation's rows, which is 1: some roundings of fp32, in which it is kept.
+_LENGTH_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,11 @@ def _of_0_16(checkpoint: Checkpoint, config: OFTConfig, module: str, old_series:
     q = q - q.transpose(1, 2)
     if config.coft:
         q = _constrained(q, config.eps / math.sqrt(blocks))
-    series = config.use_cayley_neumann
-    delta = _neumann(q, config.num_cayley_neumann_terms, old_series) if series else cayley(q)
-    rotation = Rotation(checkpoint.converted(module, "oft_R.weight", delta))
+    if config.use_cayley_neumann:
+        delta = _neumann(q, config.num_cayley_neumann_terms, old_series)
+        rotation = Rotation(checkpoint.converted(module, "oft_R.weight", delta))
+    else:
+        rotation = cayley(checkpoint, module, "oft_R.weight", q)
     return NormalForm(0 if config.block_share else blocks * k, 0, rotation=rotation)
 
 
@@ -115,7 +119,7 @@ def _of_0_14(checkpoint: Checkpoint, config: OFTConfig, module: str) -> NormalFo
         in_features=0 if config.block_share else blocks * k,
         out_features=scale.shape[0],
         scale_delta=scale - 1,
-        rotation=Rotation(cayley((parameter - parameter.transpose(1, 2)) / 2).float()),
+        rotation=cayley(checkpoint, module, "oft_r", (parameter - parameter.transpose(1, 2)) / 2),
     )
 
 
@@ -131,9 +135,19 @@ def _constrained(q: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.where(norm <= eps, q, q * (eps / norm))
 
 
-def cayley(q: torch.Tensor) -> torch.Tensor:
-    """``R - I`` for ``R = (I - Q) (I + Q)^-1``, which is ``-2 Q (I + Q)^-1``."""
-    return torch.linalg.solve(torch.eye(q.shape[-1], dtype=q.dtype) + q, -2 * q, left=False)
+def cayley(checkpoint: Checkpoint, module: str, suffix: str, q: torch.Tensor) -> Rotation:
+    """``R = (I - Q) (I + Q)^-1`` of skew-symmetric ``q (blocks, k, k)`` in fp64, kept as ``R - I = -2 Q (I + Q)^-1``.
+
+    The smallest singular value of ``I + Q`` is at least 1 and the largest grows with ``Q``: from about 1e9 on, fp64
+    does not say what the rotation is. Its rows and columns have length 1, and lose it then.
+    """
+    eye = torch.eye(q.shape[-1], dtype=q.dtype)
+    delta, _ = torch.linalg.solve_ex(eye + q, -2 * q, left=False)
+    lengths = torch.stack([(delta + eye).norm(dim=dim) for dim in (1, 2)])
+    if not (lengths - 1).abs().max() <= _LENGTH_TOLERANCE:  # nor if it is NaN
+        problem = f"has elements of up to {q.abs().max():.3g}, of which no rotation can be computed in fp64"
+        raise checkpoint.error(module, suffix, problem, "save from a sound checkpoint")
+    return Rotation(delta.float())
 
 
 def _neumann(q: torch.Tensor, terms: int, old_series: bool) -> torch.Tensor:
