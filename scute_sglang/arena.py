@@ -106,7 +106,7 @@ class Arena:
             raise ValueError(
                 f"{key} holds ({block.elements},) of {self.tensor.dtype}, got {tuple(host.shape)} of {host.dtype}"
             )
-        self._view(block.offset, block.elements).copy_(host, non_blocking=host.is_pinned())
+        self._view(block.offset, block.elements).copy_(host, non_blocking=True)
 
     def retain(self, key: str) -> None:
         """Adds a reference, for a basis that another resident adapter uses."""

@@ -98,12 +98,12 @@ class LoadedAdapter:
         sites = (rows[:, table.BASIS] >= 0).nonzero().flatten().tolist()
         return tuple((site, bases[int(rows[site, table.BASIS])]) for site in sites)
 
-    @property
+    @cached_property
     def blocks(self) -> dict[str, int]:
         """The arena blocks it needs: key to elements."""
         return {key: block.numel() for key, block in self.host_blocks.items()}
 
-    @property
+    @cached_property
     def host_blocks(self) -> dict[str, torch.Tensor]:
         """The same with their content in host memory."""
         return {self.content: self.packed.block, **{key: basis.block for key, basis in self.bases.items()}}
@@ -183,6 +183,7 @@ class ScuteMemoryPool(LoRAMemoryPool):
         for adapter in new:
             self._place(adapter)
         if self.arena.generation != generation:  # blocks have moved: every offset handed out is stale
+            self._basis_rows.clear()
             for adapter in self._resident.values():
                 self._write_rows(adapter)
 
@@ -244,18 +245,16 @@ class ScuteMemoryPool(LoRAMemoryPool):
         self._write_rows(adapter)
 
     def _write_rows(self, adapter: LoadedAdapter) -> None:
-        free = (row for row in range(self.bases.shape[0]) if row not in self._basis_rows.values())
-        for view, (key, first_row) in adapter.basis_views.items():
-            if view not in self._basis_rows:
-                self._basis_rows[view] = next(free)
-            row = adapter.bases[key].placed(self.arena.offset(key))
-            row[table.BASIS_B] += first_row
-            self._copy(self.bases[self._basis_rows[view]], row)
+        """Its rows of the table, and those of the bases that no adapter before it has read."""
+        new = [view for view in adapter.basis_views if view not in self._basis_rows]
+        if new:
+            used = set(self._basis_rows.values())
+            free = (row for row in range(self.bases.shape[0]) if row not in used)
+            for view, number in zip(new, free, strict=False):
+                key, first_row = adapter.basis_views[view]
+                row = adapter.bases[key].placed(self.arena.offset(key))
+                row[table.BASIS_B] += first_row
+                self.bases[number].copy_(row, non_blocking=True)
+                self._basis_rows[view] = number
         rows = adapter.packed.placed(self.arena.offset(adapter.content), self._basis_rows)
-        self._copy(self.table[self.uid_to_buffer_id[adapter.uid]], rows)
-
-    def _copy(self, target: torch.Tensor, rows: torch.Tensor) -> None:
-        """To the device without waiting for it; the pinned source is fresh, so nothing overwrites it meanwhile."""
-        if self.device.type == "cuda":
-            rows = rows.pin_memory()
-        target.copy_(rows, non_blocking=True)
+        self.table[self.uid_to_buffer_id[adapter.uid]].copy_(rows, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,12 +34,23 @@ class PackedAdapter:
     rows: torch.Tensor
     bases: tuple[str, ...]
 
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        """``(sites, FIELDS)`` int64: 1 where ``rows`` has an offset, else 0."""
+        return _offsets(self.rows, _OFFSETS)
+
     def placed(self, offset: int, basis_rows: Mapping[str, int]) -> torch.Tensor:
-        """The rows for a block at ``offset`` (elements) of the arena. ``basis_rows``: basis key to row in ``bases``."""
-        rows = _rebase(self.rows, _OFFSETS, offset)
-        # The last entry is what index -1 reads: no basis.
-        numbers = torch.tensor([*(basis_rows[key] for key in self.bases), -1])
-        rows[:, table.BASIS] = numbers[rows[:, table.BASIS]]
+        """The rows for a block at ``offset`` (elements) of the arena, pinned as the block is. ``basis_rows``: basis key
+        to row in ``bases``.
+        """
+        rows = torch.empty(self.rows.shape, dtype=torch.int64, pin_memory=self.block.is_pinned())
+        array = rows.numpy()  # a request waits for this, and numpy takes a fraction of torch's time
+        np.multiply(self._offsets, offset, out=array)
+        array += self.rows.numpy()
+        if self.bases:
+            # The last entry is what index -1 reads: no basis.
+            numbers = np.array([*(basis_rows[key] for key in self.bases), -1])
+            array[:, table.BASIS] = numbers[array[:, table.BASIS]]
         return rows
 
 
@@ -60,7 +72,7 @@ class PackedBasis:
 
     def placed(self, offset: int) -> torch.Tensor:
         """The row for a block at ``offset`` (elements) of the arena."""
-        return _rebase(self.row, _BASIS_OFFSETS, offset)
+        return self.row + torch.from_numpy(_offsets(self.row, _BASIS_OFFSETS) * offset)
 
 
 def pack_adapter(
@@ -154,13 +166,11 @@ def pack_basis(key: str, basis: Basis, dtype: torch.dtype) -> PackedBasis:
     return PackedBasis(packer.block(), row)
 
 
-def _rebase(rows: torch.Tensor, fields: list[int], offset: int) -> torch.Tensor:
-    """A copy with ``offset`` added to every offset that is not absent. ``rows``: ``(..., fields)`` int64."""
-    moved = rows.clone()
-    array = moved.numpy()  # a request waits for this, and numpy takes a third of torch's time
-    offsets = array[..., fields]
-    array[..., fields] = np.where(offsets < 0, offsets, offsets + offset)
-    return moved
+def _offsets(rows: torch.Tensor, fields: list[int]) -> np.ndarray:
+    """Of the shape of ``rows (..., fields)``, int64: 1 in those of ``fields`` that are not absent, else 0."""
+    offsets = np.zeros(rows.shape, dtype=np.int64)
+    offsets[..., fields] = rows.numpy()[..., fields] >= 0
+    return offsets
 
 
 @dataclass(frozen=True)
