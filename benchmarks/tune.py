@@ -13,9 +13,9 @@ cache between two kernels, as they do when serving. In prefill the graph holds t
 them, and beside the base GEMMs, a hundred times as long, their time would not show. As in the graphs of a server, the
 scratch is as wide as the largest rank that may come. Figures are microseconds per layer, medians of replays.
 
-The order is that of a server. In decode ``shrink`` runs on a second stream beside the base GEMM, which it gives way to
-if there are no shared bases; on a third ``shared_shrink``, then ``shared_expand``, which writes an ``addend``;
-``expand`` waits for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after
+The order is that of a server. In decode ``shared_shrink`` runs on a second stream beside the base GEMM, then
+``shared_expand``, which writes an ``addend``; on a third ``shrink``, which gives way to the base GEMM; ``expand`` waits
+for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after
 ``expand``.
 
 Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
@@ -435,14 +435,14 @@ class Step:
         def run() -> None:
             for layer in range(self.layers):
                 for number, (sites, h) in enumerate(zip(self.modules, self.outputs, strict=True)):
-                    if before:
-                        with on_stream(own_side):
-                            if own_side is not None and not self.batch.shares:
-                                give_way(h)
-                            sites.own_before(layer, scratch[number], setting)
                     if before and self.batch.shares:
                         with on_stream(shared_side):
                             sites.shared_before(layer, scratch[number], setting)
+                    if before:
+                        with on_stream(own_side):
+                            if own_side is not None:
+                                give_way(h)
+                            sites.own_before(layer, scratch[number], setting)
                     if self.batch.decode:
                         torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
                     for side in filter(None, used):

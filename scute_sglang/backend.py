@@ -65,6 +65,10 @@ logger = logging.getLogger(__name__)
 
 DECODE_VARIANTS = (OWN_VARIANT, SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT)
 
+# From so many multiplications in a layer, a prefill with adapters is launched eagerly: a GPU that does 5e14 a second
+# takes 0.4 ms for them, and the host no longer for the launches of the layer.
+LONG_PREFILL = 2e11
+
 # More runs of rows than that are gathered for one base GEMM.
 MOST_RUNS = 8
 
@@ -450,19 +454,18 @@ class ScuteLoRABackend(BaseLoRABackend):
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
         v = scratch("shrink", plans.own.tile_rows, batch.max_rank)  # read where there is a pair only
-        if own_pairs:
-            with on_stream(own_stream):
-                # With shared bases it would wait for those instead; an eager forward is bound by its launches.
-                if own_stream is not None and capturing and not shared:
-                    give_way(v)
-                shrink(real, *own_plan, site, v)
-        if shared:
+        if shared:  # before the own pairs: these two wait for each other, and end last
             u = scratch("shared_shrink", plans.grouped.tile_rows, batch.max_shared_rank)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:
                     shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
+        if own_pairs:
+            with on_stream(own_stream):
+                if own_stream is not None and capturing:  # an eager forward is bound by its launches
+                    give_way(v)
+                shrink(real, *own_plan, site, v)
         whole = capturing or batch.beside or pruned is not None
         h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
         for stream in filter(None, (own_stream, shared_stream)):
@@ -563,6 +566,18 @@ def decode_variant(adapters: Collection[LoadedAdapter]) -> str:
     if any(adapter.rotated for adapter in adapters):
         return ROTATE_UNFUSED_VARIANT
     return SHARED_VARIANT if any(adapter.shared for adapter in adapters) else OWN_VARIANT
+
+
+def has_prefill_graph(adapters: Collection[LoadedAdapter], products: float) -> bool:
+    """Whether a prefill of base requests and of these adapters replays a graph. ``products``: multiplications of all
+    its rows in a layer, the mean, on this rank.
+
+    Prefill graphs hold no input transforms, which at prefill sizes would cost every batch a second base GEMM. Of the
+    other operators they launch all at every layer, 50 us of a layer of Llama-3.1-8B for nothing, which a long prefill
+    does without: it keeps the device busy for longer than the host takes to launch what it needs. Base requests alone
+    have the graph that they have without Scute, for their bits are those of its rows.
+    """
+    return not adapters or (products < LONG_PREFILL and not any(adapter.rotated for adapter in adapters))
 
 
 def row_counts(forward_batch: ForwardBatch) -> list[int]:

@@ -20,7 +20,7 @@ from scute_converter import parallel
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
 from scute_sglang import fit, options
-from scute_sglang.backend import ScuteLoRABackend, decode_variant
+from scute_sglang.backend import ScuteLoRABackend, decode_variant, has_prefill_graph
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
 from scute_sglang.sites import Range, Site, wrap_model
@@ -363,9 +363,11 @@ class ScuteLoRAManager(LoRAManager):
         )
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Prefill graphs hold no input transforms, which at prefill sizes would cost every batch a second base GEMM."""
-        transforms = any(adapter.rotated for adapter in self._adapters_of(forward_batch))
-        return super().can_use_prefill_cuda_graph(forward_batch) and not transforms
+        """As ``has_prefill_graph`` says."""
+        rows = forward_batch.extend_num_tokens or 0
+        products = rows * self.site_map.products_of_a_row / self.attn_tp_size
+        suits = has_prefill_graph(self._adapters_of(forward_batch), products)
+        return super().can_use_prefill_cuda_graph(forward_batch) and suits
 
     def decode_variant(self, forward_batch: ForwardBatch) -> str:
         """The label of the decode graph for a batch."""

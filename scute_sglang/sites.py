@@ -116,6 +116,14 @@ class SiteMap:
         heads = (layer.module_index for layer in self.layers if isinstance(layer, ScuteParallelLMHead))
         return next(heads, -1)
 
+    @cached_property
+    def products_of_a_row(self) -> float:
+        """Multiplications that a row takes in a wrapped linear layer, the mean, of all ranks together."""
+        ends = (ScuteVocabParallelEmbedding, ScuteParallelLMHead)
+        parts = [p for p in self.projections.values() if not p.fused and not isinstance(p.sites[0].layer, ends)]
+        layers = sum(not isinstance(layer, ends) for layer in self.layers)
+        return sum(p.in_features * p.out_features for p in parts) / max(1, layers)
+
     def base_shapes(self) -> dict[str, tuple[int, int]]:
         """``(out, in)`` of every linear projection by Hugging Face name, in the order of ``named_modules()``; empty if
         it is not certain that these are all the linear layers of the Hugging Face model."""

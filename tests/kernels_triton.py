@@ -6,6 +6,7 @@ when Triton is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import partial
 
@@ -67,6 +68,27 @@ def test_shrink_and_expand(case: Case) -> None:
 @given(case=cases(DTYPES))
 def test_rotate(case: Case) -> None:
     check_rotate(rotate_kernel.rotate, case.to(DEVICE))
+
+
+def test_rotate_runs_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of so many rows and columns that a program does more than one block."""
+    assert launch.rotate_rows(64, 14336).run > launch.rotate_rows(16, 4096).run == 1
+    runs = dataclasses.replace(launch.rotate_rows(1, 64), run=2, copy=256)
+    monkeypatch.setattr(launch, "rotate_rows", lambda rows, features: runs)
+    for block, seed in ((32, 1), (96, 2), (12, 3), (1, 4)):
+        case = make_case(
+            seed=seed,
+            dtype=torch.float32,
+            in_features=672,
+            widths=(40, 24),
+            methods=("oft", "ia3", "lora", "everything"),
+            requests=[(0, 2), (-1, 1), (1, 1), (2, 1), (3, 1)],
+            spare_rows=1,
+            max_rank=16,
+            split=1,
+            block=block,
+        )
+        check_rotate(rotate_kernel.rotate, case.to(DEVICE))
 
 
 @bounded

@@ -24,7 +24,7 @@ from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
     ROTATE_VARIANT,
     SHARED_VARIANT,
 )
-from scute_sglang.backend import decode_variant  # noqa: E402
+from scute_sglang.backend import LONG_PREFILL, decode_variant, has_prefill_graph  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
 
@@ -162,3 +162,12 @@ def test_the_decode_graph_holds_what_a_batch_needs() -> None:
     assert decode_variant([scaled, shared]) == SHARED_VARIANT
     assert decode_variant([scaled, shared, unfused]) == ROTATE_UNFUSED_VARIANT
     assert decode_variant([scaled, unfused, shared, fused]) == ROTATE_VARIANT
+
+
+def test_prefills_that_replay_a_graph() -> None:
+    scaled = of_forms({0: NormalForm(IN, OUT, scale_delta=torch.randn(OUT))}, [0])
+    transforming = of_forms({0: NormalForm(IN, OUT, rotation=Rotation(torch.randn(IN, 1, 1)))}, [0])
+    assert has_prefill_graph([scaled], LONG_PREFILL / 2)
+    assert not has_prefill_graph([scaled], LONG_PREFILL)
+    assert not has_prefill_graph([scaled, transforming], 0)
+    assert has_prefill_graph([], 2 * LONG_PREFILL)  # base requests keep their bits

@@ -25,12 +25,13 @@ TABLE = Path(__file__).with_name("launch_table.json")
 
 @dataclass(frozen=True)
 class RotateRows:
-    """``block_in``: features that a step of a product takes. ``run``: blocks of columns that a program copies. ``pdl``:
-    see ``supports_pdl``."""
+    """``block_in``: features that a step of a product takes. ``run``: blocks of columns that a program does. ``copy``:
+    columns that it does where nothing is to be multiplied. ``pdl``: see ``supports_pdl``."""
 
     block_in: int
     block_out: int
     run: int
+    copy: int
     num_warps: int
     pdl: bool
 
@@ -178,8 +179,19 @@ def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) 
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
 
 
-def rotate_rows() -> RotateRows:
-    return RotateRows(block_in=64, block_out=64, run=8, num_warps=2, pdl=supports_pdl())
+def rotate_rows(rows: int, features: int) -> RotateRows:
+    """``rows``: of all slices. A program for every block of columns, unless they are so many that they come in several
+    waves, most of them to find that another copies what is theirs."""
+    block = 64
+    many = rows * -(-features // block) > 6000
+    return RotateRows(
+        block_in=block,
+        block_out=block,
+        run=4 if many else 1,
+        copy=8 * block,
+        num_warps=2,
+        pdl=supports_pdl(),
+    )
 
 
 def rotate_tiles(tile_rows: int, dtype: torch.dtype) -> RotateTiles:

@@ -97,10 +97,12 @@ def _rotate_rows(
     BLOCK_IN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     RUN: tl.constexpr,
+    COPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where nothing is to be multiplied, one of ``RUN`` programs does the columns of all."""
-    first_column = tl.program_id(0) * BLOCK_OUT
+    """Does ``RUN`` blocks of columns, one after another. Where nothing is to be multiplied, one of some programs does
+    all their columns, ``COPY``, at once."""
+    begin = tl.program_id(0) * (RUN * BLOCK_OUT)
     row = tl.program_id(1).to(tl.int64)
     slice_number = tl.program_id(2)
     slot = tl.load(row_slot_ptr + row)
@@ -112,17 +114,21 @@ def _rotate_rows(
     x_row = x_ptr + row * x_stride
     out_row = out_ptr + (slice_number.to(tl.int64) * tl.num_programs(1) + row) * features
     if (offset < 0) | diagonal:
-        if tl.program_id(0) % RUN == 0:
-            c = first_column + tl.arange(0, RUN * BLOCK_OUT)
-            live = c < features
-            delta_ptr = arena_ptr + known_multiple(tl.where(offset >= 0, offset, 0), VECTOR)
-            delta = tl.load(delta_ptr + c, mask=live & (offset >= 0), other=0.0).to(tl.float32)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            x = tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
-            total = tl.where(offset >= 0, x + x * delta, x)  # a copy to the bit, of infinities too
-            tl.store(out_row + c, total.to(out_ptr.dtype.element_ty), mask=live)
-    else:
+        if begin % COPY != 0:
+            return
+        c = begin + tl.arange(0, COPY)
+        live = c < features
+        delta_ptr = arena_ptr + known_multiple(tl.where(offset >= 0, offset, 0), VECTOR)
+        delta = tl.load(delta_ptr + c, mask=live & (offset >= 0), other=0.0).to(tl.float32)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
+        total = tl.where(offset >= 0, x + x * delta, x)  # a copy to the bit, of infinities too
+        tl.store(out_row + c, total.to(out_ptr.dtype.element_ty), mask=live)
+        return
+
+    end = tl.minimum(begin + RUN * BLOCK_OUT, features)
+    for first_column in range(begin, end, BLOCK_OUT):
         c = first_column + tl.arange(0, BLOCK_OUT)
         live = c < features
         if k % 16 == 0:
@@ -331,8 +337,8 @@ def rotate(
     n_slices, rows, features = out.shape
     _, n_tiles, tile_rows = tiles.shape
     if rows <= FEW_ROWS and tile_rows == DECODE_WIDTH:
-        of_rows = launch.rotate_rows()
-        _rotate_rows[(triton.cdiv(features, of_rows.block_out), rows, n_slices)](
+        of_rows = launch.rotate_rows(rows * n_slices, features)
+        _rotate_rows[(triton.cdiv(features, of_rows.run * of_rows.block_out), rows, n_slices)](
             x,
             row_slot,
             arena,
@@ -346,6 +352,7 @@ def rotate(
             BLOCK_IN=of_rows.block_in,
             BLOCK_OUT=of_rows.block_out,
             RUN=of_rows.run,
+            COPY=of_rows.copy,
             PDL=of_rows.pdl,
             num_warps=of_rows.num_warps,
             **launch.options(of_rows.pdl),
