@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--format", action="append", choices=list(FORMATS), help="only this one; may be repeated")
     parser.add_argument("--commit", default="unknown", help="shown in the report")
     arguments = parser.parse_args()
+    torch.set_num_threads(4)  # PEFT decomposes for PiSSA: seconds, but with a thread on each of many cores minutes
     arguments.out.mkdir(parents=True, exist_ok=True)
     original = arguments.work / "original"
     original.mkdir(parents=True, exist_ok=True)
