@@ -6,20 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from models import write_tokenizer
 from shapes import ModelShape
 
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
 
 @torch.no_grad()
-def write_base(path: Path, shape: ModelShape, device: str = "cuda") -> None:
-    """A random Llama in fp16 with unit-gain layers and clearly peaked predictions, made on ``device``."""
+def write_base(path: Path, shape: ModelShape, device: str = "cuda", family: str = "llama") -> None:
+    """A random model in fp16 with unit-gain layers and clearly peaked predictions, made on ``device``."""
     tokenizer = write_tokenizer(path)
     special: dict[str, Any] = {
         f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")
     }
-    config = LlamaConfig(
+    make_config, make_model = FAMILIES[family]
+    config = make_config(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -35,7 +38,7 @@ def write_base(path: Path, shape: ModelShape, device: str = "cuda") -> None:
     )
     torch.set_default_dtype(torch.float16)
     with torch.device(device):
-        model = LlamaForCausalLM(config)
+        model = make_model(config)
     torch.set_default_dtype(torch.float32)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python benchmarks/quantised.py --out benchmarks/results/h200
 
-For each format of a random four-layer model: writes the checkpoint and adapters, starts the real server with CUDA
+For each format: writes the checkpoint of a random four-layer model and adapters, starts the real server with CUDA
 graphs, and compares a mixed batch. SGLang repacks the weights of these formats for kernels of its own, so DoRA norms,
 HRA and PiSSA, which need the base weight, are what this is about. Passes if for every adapter the mean error is at most
 1.5 % of the adapter's own effect; where the format rounds the inputs of a layer too, at most that beyond twice the mean
@@ -54,12 +54,14 @@ Quantise = Callable[[torch.Tensor, torch.Generator], tuple[dict[str, torch.Tenso
 
 @dataclass(frozen=True)
 class Format:
-    """``config``: ``quantization_config`` of the model. ``rounds_inputs``: whether its kernels quantise those too."""
+    """``config``: ``quantization_config`` of the model. ``rounds_inputs``: whether its kernels quantise those too.
+    ``family``: of ``base_model.FAMILIES``."""
 
     quantise: Quantise
     config: Mapping[str, object]
     rounds_inputs: bool
     environment: Mapping[str, str] = field(default_factory=dict)
+    family: str = "llama"
 
 
 def fp8_tensor(weight: torch.Tensor, _: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -108,7 +110,10 @@ DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FORMATS = {
     "fp8, a scale per tensor": Format(fp8_tensor, DYNAMIC, rounds_inputs=True),
     "fp8, weight only": Format(fp8_tensor, DYNAMIC, rounds_inputs=False, environment={"SGLANG_FORCE_FP8_MARLIN": "1"}),
-    "fp8, a scale per block": Format(fp8_blocks, {**DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}, rounds_inputs=True),
+    # SGLang 0.5.23 looks for the scales of blocks under another name in a Llama.
+    "fp8, a scale per block": Format(
+        fp8_blocks, {**DYNAMIC, "weight_block_size": [BLOCK, BLOCK]}, rounds_inputs=True, family="qwen3"
+    ),
     "awq": Format(
         awq,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
@@ -193,9 +198,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(4)  # PEFT decomposes for PiSSA: seconds, but with a thread on each of many cores minutes
     arguments.out.mkdir(parents=True, exist_ok=True)
-    original = arguments.work / "original"
-    original.mkdir(parents=True, exist_ok=True)
-    write_base(original, SHAPE)
     versions = ", ".join(f"{name} {version(name)}" for name in ("sglang", "torch", "triton", "peft", "transformers"))
     lines = [
         "# Adapters on quantised bases",
@@ -211,6 +213,9 @@ def main() -> None:
     report = arguments.out / "quantised.md"
     for name in arguments.format or FORMATS:
         kind, folder = FORMATS[name], arguments.work / name.replace(" ", "-").replace(",", "")
+        original = folder / "original"
+        original.mkdir(parents=True, exist_ok=True)
+        write_base(original, SHAPE, family=kind.family)
         write_quantised(original, folder / "meaning", folder / "packed", kind)
         adapters = write_all(RECIPES, folder, folder / "meaning")
         try:
