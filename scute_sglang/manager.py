@@ -364,10 +364,10 @@ class ScuteLoRAManager(LoRAManager):
 
     def can_use_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """As ``has_prefill_graph`` says."""
-        rows = forward_batch.extend_num_tokens or 0
-        products = rows * self.site_map.products_of_a_row / self.attn_tp_size
-        suits = has_prefill_graph(self._adapters_of(forward_batch), products)
-        return super().can_use_prefill_cuda_graph(forward_batch) and suits
+        if not super().can_use_prefill_cuda_graph(forward_batch):
+            return False
+        products = (forward_batch.extend_num_tokens or 0) * self.site_map.products_of_a_row / self.attn_tp_size
+        return has_prefill_graph(self._adapters_of(forward_batch), products)
 
     def decode_variant(self, forward_batch: ForwardBatch) -> str:
         """The label of the decode graph for a batch."""

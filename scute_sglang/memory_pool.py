@@ -250,7 +250,8 @@ class ScuteMemoryPool(LoRAMemoryPool):
         if new:
             used = set(self._basis_rows.values())
             free = (row for row in range(self.bases.shape[0]) if row not in used)
-            for view, number in zip(new, free, strict=False):
+            for view in new:
+                number = next(free)  # there is one: who was admitted fits
                 key, first_row = adapter.basis_views[view]
                 row = adapter.bases[key].placed(self.arena.offset(key))
                 row[table.BASIS_B] += first_row

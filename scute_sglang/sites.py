@@ -118,7 +118,8 @@ class SiteMap:
 
     @cached_property
     def products_of_a_row(self) -> float:
-        """Multiplications that a row takes in a wrapped linear layer, the mean, of all ranks together."""
+        """Multiplications that a row takes in a wrapped linear layer, the mean, of all ranks together. Experts are not
+        wrapped, and do not count."""
         ends = (ScuteVocabParallelEmbedding, ScuteParallelLMHead)
         parts = [p for p in self.projections.values() if not p.fused and not isinstance(p.sites[0].layer, ends)]
         layers = sum(not isinstance(layer, ends) for layer in self.layers)

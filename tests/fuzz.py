@@ -604,13 +604,16 @@ def compare(adapter: Adapter, folder: Path, base: nn.Module) -> tuple[str, str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            model = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval().base_model.model
+            loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
+            unread = peft.set_peft_model_state_dict(loaded, peft.load_peft_weights(str(folder), "cpu")).unexpected_keys
         except Exception as error:
             return UNCHECKED, f"{type(error).__name__}: {error}"
+    if unread:  # of these it does not warn
+        return DRAWN, f"does not read {unread[0]}"
     drops = ("missing adapter keys", "unexpected adapter keys", "not found in")
     if warning := next((str(w.message) for w in said if any(text in str(w.message) for text in drops)), None):
         return DRAWN, warning
-    model = model.float()
+    model = loaded.base_model.model.float()
     for path, layer in base.named_modules():
         if not isinstance(layer, nn.Linear):
             continue

@@ -196,3 +196,10 @@ def test_all_kernels_are_compiled_before_the_graphs(
             if rows >= len(owners):
                 eager(backend, layers, owners, rows)
         assert not wanted - rehearsed, rows
+
+
+def test_how_much_a_row_takes() -> None:
+    """In a wrapped layer, whose slices are projections of their own."""
+    backend, _ = serving(torch.float16)
+    products = sum(features * sum(widths) for features, widths in MODULES)
+    assert backend.site_map.products_of_a_row == products / len(MODULES)

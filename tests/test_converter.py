@@ -490,6 +490,11 @@ VERA_TENSORS = {
             {f"{Q}oft_R.weight": torch.arange(60.0).view(6, 10).sin() * 1e12},
             ["q_proj.oft_R.weight", "elements of up to", "no rotation can be computed"],
         ),
+        (  # rows and columns of what is computed have length 1
+            OFT | {"use_cayley_neumann": False},
+            {f"{Q}oft_R.weight": torch.tensor([[-39999999311872.0, -4999999913984.0, -4.999999921533747e17]] * 10)},
+            ["q_proj.oft_R.weight", "no rotation can be computed"],
+        ),
         (OFT, {f"{Q}oft_R.weight": torch.ones(5, 14)}, ["14 elements are no upper triangle"]),
         (OFT | {"block_share": True}, {f"{Q}oft_R.weight": torch.ones(5, 15)}, ["5 blocks, with block_share=true"]),
         (OFT, {f"{Q}oft_r": torch.ones(5, 6, 6)}, ["without oft_s", "before 0.14", "rotated the output"]),

@@ -17,8 +17,8 @@ from scute_converter.registry import Conversion, Variant, register
 
 # Of a Cayley-Neumann series; users take 3 to 8.
 _MOST_TERMS = 64
-# Of the length of a rotation's rows, which is 1: some roundings of fp32, in which it is kept.
-_LENGTH_TOLERANCE = 1e-6
+# Of R R^T - I. The rotation is off by as much, which is some roundings of fp32, in which it is kept.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +138,13 @@ def _constrained(q: torch.Tensor, eps: float) -> torch.Tensor:
 def cayley(checkpoint: Checkpoint, module: str, suffix: str, q: torch.Tensor) -> Rotation:
     """``R = (I - Q) (I + Q)^-1`` of skew-symmetric ``q (blocks, k, k)`` in fp64, kept as ``R - I = -2 Q (I + Q)^-1``.
 
-    The smallest singular value of ``I + Q`` is at least 1 and the largest grows with ``Q``: from about 1e9 on, fp64
-    does not say what the rotation is. Its rows and columns have length 1, and lose it then.
+    The smallest singular value of ``I + Q`` is at least 1 and the largest grows with ``Q``: from about 1e9 on, fp64 may
+    not say what the rotation is. It is not orthogonal then.
     """
     eye = torch.eye(q.shape[-1], dtype=q.dtype)
     delta, _ = torch.linalg.solve_ex(eye + q, -2 * q, left=False)
-    lengths = torch.stack([(delta + eye).norm(dim=dim) for dim in (1, 2)])
-    if not (lengths - 1).abs().max() <= _LENGTH_TOLERANCE:  # nor if it is NaN
+    rotation = delta + eye
+    if not (rotation @ rotation.mT - eye).abs().max() <= _TOLERANCE:  # nor if it is NaN
         problem = f"has elements of up to {q.abs().max():.3g}, of which no rotation can be computed in fp64"
         raise checkpoint.error(module, suffix, problem, "save from a sound checkpoint")
     return Rotation(delta.float())

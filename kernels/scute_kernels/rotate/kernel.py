@@ -100,8 +100,9 @@ def _rotate_rows(
     COPY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Does ``RUN`` blocks of columns, one after another. Where nothing is to be multiplied, one of some programs does
-    all their columns, ``COPY``, at once."""
+    """Does ``RUN`` blocks of columns, one after another. Where nothing is to be multiplied, the first of as many
+    programs as ``COPY`` columns have does these at once."""
+    tl.static_assert(COPY % (RUN * BLOCK_OUT) == 0)
     begin = tl.program_id(0) * (RUN * BLOCK_OUT)
     row = tl.program_id(1).to(tl.int64)
     slice_number = tl.program_id(2)
