@@ -30,4 +30,4 @@ def test_what_is_compiled_for_a_gpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu() -> None:
-    run("kernels_triton.py", "kernels_cuda_graph.py", TRITON_INTERPRET="0")
+    run("kernels_triton.py", "kernels_cuda_graph.py", TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
