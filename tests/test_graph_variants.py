@@ -17,6 +17,7 @@ from scute_patches import sgl_kernel  # SGLang's layers need it on a CPU
 sgl_kernel.install()
 
 from sglang.srt.layers.linear import ReplicatedLinear  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 
 from scute_kernels.plan import MOST_DECODE_ROWS  # noqa: E402
 from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
@@ -26,11 +27,19 @@ from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
     SHARED_VARIANT,
 )
 from scute_sglang import backend as backend_module  # noqa: E402
-from scute_sglang.backend import OWN_BLOCK, Batch, HeadBatch, ScuteLoRABackend, decode_variant  # noqa: E402
+from scute_sglang.backend import (  # noqa: E402
+    LONG_PREFILL,
+    OWN_BLOCK,
+    Batch,
+    HeadBatch,
+    ScuteLoRABackend,
+    decode_variant,
+)
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
+from scute_sglang.manager import ScuteLoRAManager  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import PackedAdapter, PackedBasis, pack_adapter, pack_basis  # noqa: E402
-from scute_sglang.sites import SiteMap  # noqa: E402
+from scute_sglang.sites import Projection, Site, SiteMap  # noqa: E402
 
 IN, WIDTHS = 24, (18, 10, 7, 13)  # of four sites: three of a fused layer, and one of a layer of its own
 MODULE_OF_SITE = (0, 0, 0, 1)
@@ -148,6 +157,33 @@ def test_the_output_head_has_rows_of_its_own() -> None:
     )
     expected = [dense(head, {} if owner is None else forms[owner], row) for owner, row in zip(owners, x, strict=True)]
     torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
+
+
+def test_which_prefills_replay_a_graph() -> None:
+    """As SGLang asks the manager, for a batch on one of two ranks: not those that transform inputs, and not long ones,
+    unless they are of base requests alone."""
+    long, most = 1000, 4000
+    backend, layers = serving({kind: forms_of(kind) for kind in ("lora", "oft")})
+    backend.init_prefill_cuda_graph_batch_info(most)
+    site = Site(0, layers[0], (0, WIDTHS[0]), (0, IN), (0, WIDTHS[0]))
+    features = int(LONG_PREFILL / long) * len(layers) * 2  # of all layers and both ranks, all in one projection
+    projection = Projection("q_proj", features, 1, (site,))
+    manager = object.__new__(ScuteLoRAManager)  # of a server, its constructor needs all
+    manager.lora_backend, manager.attn_dp_enabled, manager.attn_tp_size = backend, False, 2
+    manager.site_map = SiteMap({"q_proj": projection}, tuple(layers), (site,), "llama")
+    manager.loras = {kind: backend.pool.resident(backend.pool.get_buffer_id(kind)) for kind in ("lora", "oft")}
+
+    def replays(owners: list[str | None], rows: int, mode: ForwardMode = ForwardMode.EXTEND) -> bool:
+        none = torch.empty(0)
+        batch = ForwardBatch(mode, len(owners), none, none, none, none, rows, lora_ids=owners, extend_num_tokens=rows)
+        return manager.can_use_prefill_cuda_graph(batch)
+
+    assert replays(["lora", None], long - 1)
+    assert not replays(["lora", None], long)
+    assert not replays([None, "oft"], 2)
+    assert replays([None], long)
+    assert not replays([None], most + 1)  # than any graph has
+    assert not replays(["lora"], 1, ForwardMode.DECODE)
 
 
 def check_transformed(batch: Batch) -> None:
