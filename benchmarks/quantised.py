@@ -211,12 +211,13 @@ def main() -> None:
     ]
     passed = True
     report = arguments.out / "quantised.md"
-    for name in arguments.format or FORMATS:
+    names = arguments.format or list(FORMATS)
+    for family in {FORMATS[name].family for name in names}:
+        (arguments.work / family).mkdir(parents=True, exist_ok=True)
+        write_base(arguments.work / family, SHAPE, family=family)
+    for name in names:
         kind, folder = FORMATS[name], arguments.work / name.replace(" ", "-").replace(",", "")
-        original = folder / "original"
-        original.mkdir(parents=True, exist_ok=True)
-        write_base(original, SHAPE, family=kind.family)
-        write_quantised(original, folder / "meaning", folder / "packed", kind)
+        write_quantised(arguments.work / kind.family, folder / "meaning", folder / "packed", kind)
         adapters = write_all(RECIPES, folder, folder / "meaning")
         try:
             found = answers_of(folder / "packed", adapters, kind, arguments.out / f"server-{folder.name}.log")

@@ -15,8 +15,7 @@ scratch is as wide as the largest rank that may come. Figures are microseconds p
 
 The order is that of a server. In decode ``shared_shrink`` runs on a second stream beside the base GEMM, then
 ``shared_expand``, which writes an ``addend``; on a third ``shrink``, which gives way to the base GEMM; ``expand`` waits
-for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after
-``expand``.
+for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after ``expand``.
 
 Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
 dependent loads from memory, per load; then for each number of rows ``expand``, ``early`` (programmatic dependent

@@ -246,16 +246,14 @@ class ScuteMemoryPool(LoRAMemoryPool):
 
     def _write_rows(self, adapter: LoadedAdapter) -> None:
         """Its rows of the table, and those of the bases that no adapter before it has read."""
-        new = [view for view in adapter.basis_views if view not in self._basis_rows]
-        if new:
-            used = set(self._basis_rows.values())
-            free = (row for row in range(self.bases.shape[0]) if row not in used)
-            for view in new:
-                number = next(free)  # there is one: who was admitted fits
-                key, first_row = adapter.basis_views[view]
-                row = adapter.bases[key].placed(self.arena.offset(key))
-                row[table.BASIS_B] += first_row
-                self.bases[number].copy_(row, non_blocking=True)
-                self._basis_rows[view] = number
+        used = set(self._basis_rows.values())
+        free = (row for row in range(self.bases.shape[0]) if row not in used)
+        for view, (key, first_row) in adapter.basis_views.items():
+            if view in self._basis_rows:
+                continue
+            number = self._basis_rows[view] = next(free)  # there is one: who was admitted fits
+            row = adapter.bases[key].placed(self.arena.offset(key))
+            row[table.BASIS_B] += first_row
+            self.bases[number].copy_(row, non_blocking=True)
         rows = adapter.packed.placed(self.arena.offset(adapter.content), self._basis_rows)
         self.table[self.uid_to_buffer_id[adapter.uid]].copy_(rows, non_blocking=True)

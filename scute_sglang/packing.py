@@ -35,17 +35,17 @@ class PackedAdapter:
     bases: tuple[str, ...]
 
     @cached_property
-    def _offsets(self) -> np.ndarray:
-        """``(sites, FIELDS)`` int64: 1 where ``rows`` has an offset, else 0."""
-        return _offsets(self.rows, _OFFSETS)
+    def _moving(self) -> np.ndarray:
+        return _at_offsets(self.rows, _OFFSETS)
 
     def placed(self, offset: int, basis_rows: Mapping[str, int]) -> torch.Tensor:
-        """The rows for a block at ``offset`` (elements) of the arena, pinned as the block is. ``basis_rows``: basis key
-        to row in ``bases``.
+        """The rows for a block at ``offset`` (elements) of the arena. ``basis_rows``: basis key to row in ``bases``.
+
+        Pinned as the block is, and made anew each time, so that nothing overwrites them while they are being copied.
         """
         rows = torch.empty(self.rows.shape, dtype=torch.int64, pin_memory=self.block.is_pinned())
         array = rows.numpy()  # a request waits for this, and numpy takes a fraction of torch's time
-        np.multiply(self._offsets, offset, out=array)
+        np.multiply(self._moving, offset, out=array)
         array += self.rows.numpy()
         if self.bases:
             # The last entry is what index -1 reads: no basis.
@@ -72,7 +72,7 @@ class PackedBasis:
 
     def placed(self, offset: int) -> torch.Tensor:
         """The row for a block at ``offset`` (elements) of the arena."""
-        return self.row + torch.from_numpy(_offsets(self.row, _BASIS_OFFSETS) * offset)
+        return self.row + torch.from_numpy(_at_offsets(self.row, _BASIS_OFFSETS) * offset)
 
 
 def pack_adapter(
@@ -166,7 +166,7 @@ def pack_basis(key: str, basis: Basis, dtype: torch.dtype) -> PackedBasis:
     return PackedBasis(packer.block(), row)
 
 
-def _offsets(rows: torch.Tensor, fields: list[int]) -> np.ndarray:
+def _at_offsets(rows: torch.Tensor, fields: list[int]) -> np.ndarray:
     """Of the shape of ``rows (..., fields)``, int64: 1 in those of ``fields`` that are not absent, else 0."""
     offsets = np.zeros(rows.shape, dtype=np.int64)
     offsets[..., fields] = rows.numpy()[..., fields] >= 0

@@ -318,6 +318,6 @@ def check(server: Server, base: Path, folders: dict[str, list[Path]], served: li
 def alone(server: Server, folder: Path, asked: list[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
     """Log-probabilities of each token after the first."""
     assert server.load("alone", folder).ok
-    answers = [server.generate([list(tokens)], ["alone"], 1)[0] for tokens in asked]
+    answers = server.generate(asked, ["alone"] * len(asked), 1)
     assert server.unload("alone").ok
     return {tokens: answer.log_probabilities[:-1] for tokens, answer in zip(asked, answers, strict=True)}

@@ -367,9 +367,8 @@ def expand(
     blocks, rows, _ = h.shape
     split, _, _, max_rank = v.shape
     plane_stride, row_stride, slice_stride, _ = v.stride()
-    block_stride = (
-        h.stride(0) if blocks > 1 else 0
-    )  # of one block it would vary with the rows, for Triton, and for nothing
+    # Of one block it would vary with the rows, for nothing, and Triton compiles by strides.
+    block_stride = h.stride(0) if blocks > 1 else 0
     parameters = parameters or launch.expand(rows, tile_rows, arena.dtype, max_rank)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
