@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from scute_kernels import table
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, tile_width, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, shared_fields, tile_width, view_plan
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
 from shapes import Module
@@ -40,8 +40,8 @@ class Sites:
     Slice ``i`` of layer ``l`` is site ``l * n_slices + i``. Of the two plans this is what operators take, in order:
 
     ``own``: ``(tiles, routes, tile_rows, arena)`` of the own plan, which has all rows with an adapter.
-    ``grouped``: ``(tiles, routes, arena, table)`` of the grouped plan, which has the rows with a shared basis or a
-    rotation. Rows that a shared basis or a diagonal serves share tiles, a rotation has its own.
+    ``grouped``: ``(tiles, routes, leading, arena, table)`` of the grouped plan, which has the rows with a shared basis
+    or a rotation. Rows with the shared basis share tiles, those with a diagonal too, a rotation has its own.
     ``rotated``: ``(row_slot, tiles, arena, table)`` of the grouped plan, for ``rotate``.
 
     ``x``: ``(N, in)``. ``h``: ``(1, N, out)``. ``offsets``: of the slices in ``h``, from 0 to ``out``.
@@ -67,26 +67,33 @@ class Sites:
 
         width = tile_width(self.n_rows, decode=True)
         tile_rows = own_tile_rows(self.n_rows, width)
-        own = self._plan(slots, counts, [-1 for _ in methods], tile_rows, table.FIELDS)
+        own = self._plan(slots, counts, [-1 for _ in methods], [], tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
         has_work = [method.basis_rank > 0 or method.block > 0 for method in methods]
         grouped_slots = [slot if slot >= 0 and has_work[slot] else -1 for slot in slots]
-        groups = [-1 if method.block > 1 else 0 for method in methods]
-        grouped = self._plan(grouped_slots, counts, groups, width, table.SHARED_FIELDS)
+        groups = [-1 if method.block > 1 else int(method.basis_rank > 0) for method in methods]
+        shared = [slot for slot, method in enumerate(methods) if method.basis_rank > 0]
+        grouped = self._plan(grouped_slots, counts, groups, shared, width, shared_fields(width))
         shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
         self.own = (own.tiles, own.routes, tile_rows, self.arena)
-        self.grouped = (grouped.tiles, grouped.routes, self.arena, self.table)
+        self.grouped = (grouped.tiles, grouped.routes, grouped.leading, self.arena, self.table)
         self.rotated = (grouped.row_slot, grouped.tiles, self.arena, self.table)
 
         self.x = torch.randn(self.n_rows, module.in_features, dtype=dtype, device=DEVICE)
         self.h = torch.randn(1, self.n_rows, self.offsets[-1], dtype=dtype, device=DEVICE)
 
     def _plan(
-        self, slots: Sequence[int], counts: Sequence[int], groups: Sequence[int], tile_rows: int, fields: int
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        groups: Sequence[int],
+        shared: Sequence[int],
+        tile_rows: int,
+        fields: int,
     ) -> BatchPlan:
         """As ``build_plan`` makes it; its ``routes``, of ``fields`` fields, are not written yet."""
         rows, width = self.n_rows, tile_width(self.n_rows, decode=True)
-        packed = build_plan(slots, counts, groups, rows, width, tile_rows).to(DEVICE)
+        packed = build_plan(slots, counts, groups, rows, width, tile_rows, shared).to(DEVICE)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
         return view_plan(packed, rows, width, routes)
 

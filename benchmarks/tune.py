@@ -170,13 +170,11 @@ PREFILL_SHARED_EXPANDS = [  # wider blocks and more stages do not fit into the s
 SHARED_SHRINKS = [
     replace(TILE_SHRINK, block_rank=block_rank, block_in=block_in, num_warps=num_warps, num_stages=num_stages)
     for block_rank, block_in, num_warps, num_stages in (
-        (16, 256, 4, 3),
-        (16, 256, 2, 3),
-        (16, 128, 4, 4),
         (16, 512, 4, 3),
-        (32, 256, 4, 3),
-        (32, 128, 4, 4),
-        (64, 128, 4, 4),
+        (16, 512, 4, 2),
+        (16, 1024, 4, 2),
+        (16, 256, 4, 3),
+        (32, 512, 4, 2),
     )
 ]
 SHARED_EXPAND = launch.SharedExpand(block_rank=256, block_out=64, run=1, tile_programs=4, num_warps=8, num_stages=1)
@@ -188,17 +186,15 @@ SHARED_EXPANDS = [
         (256, 32, 4, 1),
         (256, 128, 8, 1),
         (128, 64, 4, 1),
-        (128, 128, 8, 1),
         (64, 64, 4, 1),  # more stages would hold every plane of u in shared memory, once for each
         (64, 128, 4, 1),
-        (64, 128, 8, 1),
-        (32, 128, 4, 1),
     )
 ]
 SHARES = (1024, 2048, 4096, 16384)
-SHARED_SHARES = (1024, 2048, 4096, 8192, 16384)  # large ones too: every program of shared_expand reads all planes
+SHARED_SHARES = (1024, 2048, 4096, 8192)  # large ones too: every program of shared_expand reads all planes
 PROGRAMS = (264, 396, 792, 1584)
-TILE_PROGRAMS = (1, 4, 32)
+SHARED_PROGRAMS = (48, 96, 192, 396)  # the base GEMM beside waits for what they hold
+TILE_PROGRAMS = (1, 2, 4, 32)
 MANY_TILE_PROGRAMS = (8, 32, 64, 128)
 
 
@@ -236,11 +232,14 @@ BATCHES = {
         distinct("16: LoRA DoRA (IA)3", [R16, DORA, IA3, R16] * 4),
         Batch("16 rows of one LoRA r16", (R16,), (0,) * 16),
     ),
-    ("shared", 256): (
+    ("shared", 32): (
         distinct("1 VeRA r256", [VERA]),
         distinct("16 VeRA r256", [VERA] * 16),
         distinct("20: LoRA DoRA (IA)3 VeRA", [R16, DORA, IA3, VERA] * 5),
+    ),
+    ("shared", 256): (
         distinct("64: (IA)3 VeRA", [IA3] * 32 + [VERA] * 32),
+        distinct("64 VeRA r256", [VERA] * 64),
     ),
     ("own", 32): (
         distinct("20 LoRA r16", [R16] * 20),
@@ -629,7 +628,8 @@ def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) 
     elif stage == "share":
         tried = [shrink, *(replace(shrink, share=share) for share in (SHARED_SHARES if shared_decode else SHARES))]
     elif stage == "grid":
-        tried = [shrink, *(replace(shrink, programs=programs) for programs in PROGRAMS)]
+        counts = SHARED_PROGRAMS if shared_decode else PROGRAMS
+        tried = [shrink, *(replace(shrink, programs=programs) for programs in counts)]
     for parameters in tried[: 2 if smoke else None]:
         name = "shrink" if isinstance(parameters, launch.Shrink) else "expand"
         yield brief(parameters), replace(chosen, **{prefix + name: parameters})

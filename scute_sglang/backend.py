@@ -36,6 +36,7 @@ from scute_kernels.plan import (
     most_tiles,
     own_tile_rows,
     packed_size,
+    shared_fields,
     tile_width,
     view_plan,
 )
@@ -47,7 +48,7 @@ from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
 from scute_kernels.side_by_side import compile_kernels
 from scute_kernels.stream import give_way, on_stream
-from scute_kernels.table import FIELDS, SHARED_FIELDS
+from scute_kernels.table import FIELDS
 from scute_patches.decode_cuda_graph_runner import (
     OWN_VARIANT,
     ROTATE_UNFUSED_VARIANT,
@@ -298,7 +299,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             width=width,
             packed=torch.empty(2, packed_size(rows, width, slots), dtype=torch.int32, device=self.device),
             routes=self.pool.table.new_empty(tiles, sites, FIELDS),
-            shared_routes=self.pool.table.new_empty(tiles, sites, SHARED_FIELDS),
+            shared_routes=self.pool.table.new_empty(tiles, sites, shared_fields(width)),
         )
 
     def prepare(
@@ -333,11 +334,12 @@ class ScuteLoRABackend(BaseLoRABackend):
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
+        shared = [slot for slot, adapter in live.items() if adapter.shared]
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
         build_plan(slots, counts, apart, rows, width, own_tile_rows(sum(counts), width), out=host[0])
-        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, out=host[1])
+        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
         plans = Plans(
             view_plan(memory.packed[0], rows, width, memory.routes),
@@ -427,7 +429,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
         arena, table = self.pool.arena.tensor, self.pool.table
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
-        grouped_plan = (plans.grouped.tiles, plans.grouped.routes, arena, table)
+        grouped_plan = (plans.grouped.tiles, plans.grouped.routes, plans.grouped.leading, arena, table)
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
         none = x.new_empty(0, dtype=torch.float32)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, tile_width, view_plan
+from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, shared_fields, tile_width, view_plan
 from scute_kernels.route.reference import route
 from scute_kernels.shared_route.reference import shared_route
 from scute_kernels.table import (
@@ -30,7 +30,6 @@ from scute_kernels.table import (
     ROTATION,
     SCALE,
     SHARED_BASIS,
-    SHARED_FIELDS,
     A,
     B,
     D,
@@ -130,7 +129,7 @@ class Case:
     @property
     def grouped_plan(self) -> Arguments:
         """The same of shared_shrink and shared_expand."""
-        return self.grouped.tiles, self.grouped.routes, self.arena, self.table
+        return self.grouped.tiles, self.grouped.routes, self.grouped.leading, self.arena, self.table
 
     @property
     def rotate_plan(self) -> Arguments:
@@ -160,8 +159,8 @@ class Case:
             padded = torch.empty(*shape, moved[name].stride(-2), dtype=self.arena.dtype, device=device)
             moved[name] = padded[..., :features].copy_(moved[name])
         for name, plan in (("own", self.own), ("grouped", self.grouped)):
-            tensors = [tensor.to(device) for tensor in (plan.row_slot, plan.tiles, plan.routes)]
-            moved[name] = BatchPlan(*tensors, plan.tile_rows)
+            tensors = [tensor.to(device) for tensor in (plan.row_slot, plan.tiles, plan.leading, plan.routes)]
+            moved[name] = BatchPlan(*tensors, tile_rows=plan.tile_rows)
         return Case(**moved)
 
 
@@ -234,12 +233,13 @@ def make_case(
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
     width = places or tile_width(rows, decode=True)
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
+    shared = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
     plans = {}
     for name, tile_rows, its_groups, fields in (
         ("own", own_tile_rows(rows, width), [-1] * n_slots, FIELDS),
-        ("grouped", width, groups, SHARED_FIELDS),
+        ("grouped", width, groups, shared_fields(width)),
     ):
-        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows)
+        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows, shared)
         routes = torch.empty(most_tiles(rows, width, n_slots), sites, fields, dtype=torch.int64)
         plans[name] = replace(view_plan(packed, rows, width, routes), tile_rows=tile_rows)
     route(plans["own"].tiles, plans["own"].routes, table)

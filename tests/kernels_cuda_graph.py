@@ -56,7 +56,7 @@ def test_one_capture_serves_every_batch() -> None:
         for name in ("x", "h", "table", "bases", "origins"):
             getattr(static, name).copy_(getattr(case, name))
         for plan in ("own", "grouped"):
-            for name in ("row_slot", "tiles"):
+            for name in ("row_slot", "tiles", "leading"):
                 getattr(getattr(static, plan), name).copy_(getattr(getattr(case, plan), name))
 
     load(first)

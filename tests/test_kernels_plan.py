@@ -20,22 +20,31 @@ NO_ROUTES = torch.empty(0)  # of no interest here
     spare=st.integers(0, 30),
     width=st.sampled_from([16, 64]),
     of_one_row=st.booleans(),
+    leading_groups=st.sets(st.integers(-1, 2)),
 )
-def test_plan(requests: list[tuple[int, int]], groups: list[int], spare: int, width: int, of_one_row: bool) -> None:
+def test_plan(
+    requests: list[tuple[int, int]],
+    groups: list[int],
+    spare: int,
+    width: int,
+    of_one_row: bool,
+    leading_groups: set[int],
+) -> None:
+    leading = [slot for slot, group in enumerate(groups) if group in leading_groups]
     slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     rows = sum(counts) + spare
     tile_rows = 1 if of_one_row and sum(counts) <= FEW_ROWS else width
     stale = torch.full((packed_size(rows, width, SLOTS),), 7, dtype=torch.int32)
-    packed = build_plan(slots, counts, groups, rows, width, tile_rows, out=stale)
+    packed = build_plan(slots, counts, groups, rows, width, tile_rows, leading, out=stale)
     assert packed is stale
-    assert torch.equal(packed, build_plan(slots, counts, groups, rows, width, tile_rows))
+    assert torch.equal(packed, build_plan(slots, counts, groups, rows, width, tile_rows, leading))
     plan = view_plan(packed, rows, width, NO_ROUTES)
 
     row_slot = [slot for slot, count in requests for _ in range(count)] + [-1] * spare
     assert plan.row_slot.tolist() == row_slot
     tiled: list[int] = []
     dead = False
-    for members, member_slots in zip(*plan.tiles.tolist(), strict=True):
+    for tile, (members, member_slots) in enumerate(zip(*plan.tiles.tolist(), strict=True)):
         live = [row for row in members if row >= 0]
         assert members == live + [-1] * (width - len(live))
         assert member_slots == [row_slot[row] for row in live] + [-1] * (width - len(live))
@@ -44,6 +53,7 @@ def test_plan(requests: list[tuple[int, int]], groups: list[int], spare: int, wi
         dead = not live
         tiled += live
         in_tile = {row_slot[row] for row in live}
+        assert in_tile <= set(leading) if tile < int(plan.leading) else in_tile.isdisjoint(leading)
         assert len(in_tile) <= 1 or (len({groups[slot] for slot in in_tile}) == 1 and groups[min(in_tile)] >= 0)
     assert sorted(tiled) == [row for row, slot in enumerate(row_slot) if slot >= 0]
     # Stable: rows of one slot keep their order, which keeps runs of x and h together.

@@ -52,6 +52,35 @@ def slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, WIDTH: tl.constexpr, R
 
 
 @triton.jit
+def members(
+    route,
+    tiles_ptr,
+    table_ptr,
+    tile,
+    n_tiles,
+    tiles_stride,
+    sites,
+    site,
+    live,
+    FIELD: tl.constexpr,
+    ROUTE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Which rows of a tile of a grouped plan have a shared basis at a site, ``(ROWS,)`` bool, and the offset of their
+    ``d`` or ``e``, as ``FIELD`` says; -1 if absent. ``route``: pointer to the route; ``ROUTE``: its fields."""
+    if ROUTE > SHARED_FIELDS:
+        at = SHARED_FIELDS + (FIELD - D) * ROWS
+        offsets = tl.load(route + at + tl.arange(0, ROWS))
+        member = live & (offsets >= -1)
+    else:
+        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
+        entries = table_ptr + (slots * sites + site) * FIELDS
+        member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
+        offsets = tl.load(entries + FIELD, mask=live, other=-1)
+    return member, offsets
+
+
+@triton.jit
 def slice_of_block(block, SLICE_OFFSETS: tl.constexpr, N_SLICES: tl.constexpr, BLOCK_OUT: tl.constexpr):
     """Of the n-th block of columns of a module: its slice, the slice's first column and width, and the block's first
     column within the slice. A block lies in one slice."""

@@ -96,6 +96,8 @@ class SharedExpand:
 
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
+# Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
+_COMMON_RANK = 256
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -155,6 +157,14 @@ def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int)
     return max(1, min(most, parameters.programs // parts))
 
 
+def shared_shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> tuple[int, int]:
+    """Programs that divide the blocks of ranks among them, and how many divide the tiles. ``parts``: how often they are
+    launched, for each slice and share of the features."""
+    blocks = -(-min(max_rank, _COMMON_RANK) // parameters.block_rank)
+    blocks = max(1, min(blocks, parameters.programs // parts))
+    return blocks, max(1, min(n_tiles, parameters.programs // (parts * blocks)))
+
+
 def column_blocks(slice_offsets: Sequence[int], block_out: int) -> int:
     """Blocks of columns of a module, each of which lies in one slice."""
     return sum(-(-(end - begin) // block_out) for begin, end in pairwise(slice_offsets))
@@ -187,7 +197,7 @@ def rotate_rows(rows: int, features: int) -> RotateRows:
     return RotateRows(
         block_in=block,
         block_out=block,
-        run=4 if many else 1,
+        run=8 if many else 1,
         copy=8 * block,
         num_warps=2,
         pdl=supports_pdl(),

@@ -7,12 +7,14 @@ transforms; in prefill these have a grouped plan of the transformed rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
+
+from scute_kernels.table import SHARED_FIELDS
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class BatchPlan:
     come first. Base rows are in no tile. In an own plan the rows of a tile have one slot; in a grouped plan, wherever
     they have a shared basis, it is the same, and is read once for all of them; and they have one slot if it has a
     rotation that is more than a diagonal.
+    ``leading``: ``(1,)`` int32, how many of the live tiles, the first, have a shared basis, of a grouped plan.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
     plan, which operator ``route`` writes once per forward, ``(T, sites, SHARED_FIELDS)`` of a grouped plan, which
     ``shared_route`` writes.
@@ -32,6 +35,7 @@ class BatchPlan:
 
     row_slot: torch.Tensor
     tiles: torch.Tensor
+    leading: torch.Tensor
     routes: torch.Tensor
     tile_rows: int
 
@@ -53,6 +57,11 @@ def tile_width(rows: int, decode: bool) -> int:
     return DECODE_WIDTH if decode and rows <= MOST_DECODE_ROWS else PREFILL_WIDTH
 
 
+def shared_fields(width: int) -> int:
+    """Fields of a route of a grouped plan with ``width`` places in a tile."""
+    return SHARED_FIELDS + 2 * width if width == DECODE_WIDTH else SHARED_FIELDS
+
+
 def own_tile_rows(rows: int, width: int) -> int:
     """How many places of a tile are filled in the own plan of ``rows`` rows."""
     return 1 if rows <= FEW_ROWS else width
@@ -72,8 +81,8 @@ def packed_size(rows: int, width: int, slots: int) -> int:
 
 def _first_tile(rows: int) -> int:
     """Where the tiles of a packed plan begin: on 16 bytes, however many rows it has, because Triton compiles a kernel
-    once more for a pointer that does not lie on them."""
-    return -(-rows // 4) * 4
+    once more for a pointer that does not lie on them. ``leading`` is before them."""
+    return -(-rows // 4) * 4 + 4
 
 
 def build_plan(
@@ -83,16 +92,18 @@ def build_plan(
     rows: int,
     width: int,
     tile_rows: int,
+    leading: Collection[int] = (),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The packed plan of a batch, built on the host: ``row_slot | tiles``, one copy away from the device. The tiles
-    begin on 16 bytes.
+    """The packed plan of a batch, built on the host: ``row_slot | leading | tiles``, one copy away from the device.
+    The last two begin on 16 bytes.
 
     ``slots``: of each request, -1 for base rows. ``counts``: rows of each request; they lie one after another in the
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
     tiles. ``rows``: the row capacity N, at least ``sum(counts)``; the rows past the live ones are base rows.
-    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``out``: int32 on the CPU
-    (pinned, say), ``(packed_size(rows, width, len(groups)),)``, made if not given.
+    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leading``: slots whose tiles
+    come first, and are counted; all of a group, or none. ``out``: int32 on the CPU (pinned, say),
+    ``(packed_size(rows, width, len(groups)),)``, made if not given.
 
     Returns ``out``; ``view_plan`` reads it. Rows of one request stay in order. Raises ``ValueError`` for counts that
     exceed the capacity, or for more than ``FEW_ROWS`` rows in tiles of one.
@@ -107,7 +118,7 @@ def build_plan(
     # With numpy: torch would run repeat_interleave on all cores, however few the elements, and wait for each of them.
     packed = out.numpy()
     first_tile = _first_tile(rows)
-    row_slot, tiles = packed[:first_tile], packed[first_tile:].reshape(2, -1)
+    row_slot, tiles = packed[: first_tile - 4], packed[first_tile:].reshape(2, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     for request, slot in enumerate(slots):
@@ -117,17 +128,20 @@ def build_plan(
 
     arranged: list[int] = []
     places: list[int] = []  # of the first row of each arranged request, if every tile were filled
-    tile = 0
-    for requests in members.values():
+    tile = leading_tiles = 0
+    for requests in sorted(members.values(), key=lambda requests: slots[requests[0]] not in leading):
         place = tile * tile_rows
         for request in requests:
             arranged.append(request)
             places.append(place)
             place += counts[request]
         tile = -(-place // tile_rows)
+        if slots[requests[0]] in leading:
+            leading_tiles = tile
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
+    packed[first_tile - 4 : first_tile] = leading_tiles
     tiles.fill(-1)
     of_arranged = [counts[request] for request in arranged]
     starts, before = list(accumulate(counts, initial=0)), list(accumulate(of_arranged, initial=0))
@@ -145,7 +159,9 @@ def build_plan(
 def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor) -> BatchPlan:
     """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan, but
     for ``routes``, which has to be written anew then."""
-    return BatchPlan(packed[:rows], packed[_first_tile(rows) :].view(2, -1, width), routes, tile_rows=width)
+    first_tile = _first_tile(rows)
+    leading = packed[first_tile - 4 : first_tile - 3]
+    return BatchPlan(packed[:rows], packed[first_tile:].view(2, -1, width), leading, routes, tile_rows=width)
 
 
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -5,11 +5,11 @@ from scute_kernels.shared_expand import kernel, reference
 
 shared_expand = register(
     "shared_expand",
-    f"Tensor(a!) out, Tensor u, {PLAN}, {MEMORY}, int first_site, int[] slice_offsets, bool add",
+    f"Tensor(a!) out, Tensor u, {PLAN}, Tensor leading, {MEMORY}, int first_site, int[] slice_offsets, bool add",
     reference.shared_expand,
     kernel.shared_expand,
 )
-"""``shared_expand(out, u, tiles, routes, arena, table, first_site, slice_offsets, add)``
+"""``shared_expand(out, u, tiles, routes, leading, arena, table, first_site, slice_offsets, add)``
 
 ``(u b_shared) * e`` for every row and slice with a basis; in fp16 and bf16 ``u`` is rounded to the arena's dtype before
 it is multiplied.

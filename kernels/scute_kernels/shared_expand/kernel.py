@@ -18,20 +18,17 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
-    BASIS,
-    FIELDS,
     SHARED_B,
     SHARED_B_STRIDE,
     SHARED_BASIS,
-    SHARED_FIELDS,
     SHARED_RANK,
     E,
     known_multiple,
+    members,
     planes,
     planes_product,
     rows_of_tile,
     slice_of_block,
-    slots_of_tile,
 )
 
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
@@ -42,9 +39,9 @@ LONG_RANK_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
-def _route(routes_ptr, tile, n_tiles, sites, site):
+def _route(routes_ptr, tile, n_tiles, sites, site, ROUTE: tl.constexpr):
     """``SHARED_BASIS, SHARED_RANK, SHARED_B, SHARED_B_STRIDE`` of a tile at a site."""
-    route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
+    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
     known = tile < n_tiles
     basis = tl.load(route + SHARED_BASIS, mask=known, other=-1)
     rank = tl.load(route + SHARED_RANK, mask=known, other=0).to(tl.int32)
@@ -74,6 +71,7 @@ def _shared_expand(
     u_ptr,
     tiles_ptr,
     routes_ptr,
+    leading_ptr,
     arena_ptr,
     table_ptr,
     first_site,
@@ -87,6 +85,7 @@ def _shared_expand(
     ADD: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
+    ROUTE: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -105,16 +104,17 @@ def _shared_expand(
     last_column = tl.minimum(first_column + RUN * BLOCK_OUT, width)
     site = first_site + slice_number
 
+    leading = tl.load(leading_ptr)
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
-    slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
-    basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site)
-    while tl.max(rows, axis=0) >= 0:
+    basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE)
+    while tile < leading:
         if basis >= 0:
             live = rows >= 0
-            entries = table_ptr + (slots * sites + site) * FIELDS
-            member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
-            e_offsets = tl.load(entries + E, mask=live, other=-1)
+            at = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
+            member, e_offsets = members(
+                at, tiles_ptr, table_ptr, tile, n_tiles, tiles_stride, sites, site, live, E, ROUTE, ROWS
+            )
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             out_rows = out_ptr + rows[:, None] * out_stride + begin
             aligned = (offset % VECTOR == 0) & (stride % VECTOR == 0)
@@ -174,8 +174,7 @@ def _shared_expand(
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
-        slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
-        basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site)
+        basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE)
 
 
 def shared_expand(
@@ -183,6 +182,7 @@ def shared_expand(
     u: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
+    leading: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     first_site: int,
@@ -200,6 +200,7 @@ def shared_expand(
         u,
         tiles,
         routes,
+        leading,
         arena,
         table,
         first_site,
@@ -213,6 +214,7 @@ def shared_expand(
         ADD=add,
         SLICE_OFFSETS=tuple(slice_offsets),
         N_SLICES=n_slices,
+        ROUTE=routes.shape[2],
         WIDTH_STEP=launch.width_step(slice_offsets),
         VECTOR=16 // arena.itemsize,
         SPLIT=split,

@@ -16,13 +16,14 @@ def shared_expand(
     u: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
+    leading: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     first_site: int,
     slice_offsets: Sequence[int],
     add: bool,
 ) -> None:
-    for tile, members, slots in live_tiles(tiles):
+    for tile, members, slots in live_tiles(tiles[:, : int(leading)]):
         for i, (begin, end) in enumerate(pairwise(slice_offsets)):
             route = routes[tile, first_site + i].tolist()
             if route[SHARED_BASIS] < 0:

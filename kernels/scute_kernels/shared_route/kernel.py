@@ -26,6 +26,8 @@ from scute_kernels.device import (
     SHARED_BASIS,
     SHARED_FIELDS,
     SHARED_RANK,
+    D,
+    E,
     slots_of_tile,
 )
 
@@ -41,6 +43,7 @@ def _shared_route(
     origins_ptr,
     sites,
     tiles_stride,
+    ROUTE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -49,10 +52,11 @@ def _shared_route(
     known = site < sites
     slots = slots_of_tile(tiles_ptr, tile, tile + 1, tiles_stride, WIDTH, WIDTH)
     entries = table_ptr + (slots[:, None] * sites + site[None, :]) * FIELDS + BASIS
-    basis = tl.max(tl.load(entries, mask=(slots >= 0)[:, None] & known[None, :], other=-1), axis=0)
+    of_rows = tl.load(entries, mask=(slots >= 0)[:, None] & known[None, :], other=-1)
+    basis = tl.max(of_rows, axis=0)
     shared = basis >= 0
     entry = bases_ptr + tl.where(shared, basis, 0) * BASIS_FIELDS
-    route = routes_ptr + (tile.to(tl.int64) * sites + site) * SHARED_FIELDS
+    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
     origin_in = tl.load(origins_ptr + 2 * site, mask=shared, other=0)
     origin_out = tl.load(origins_ptr + 2 * site + 1, mask=shared, other=0)
     tl.store(route + SHARED_BASIS, basis, mask=known)
@@ -61,6 +65,13 @@ def _shared_route(
     tl.store(route + SHARED_A_STRIDE, tl.load(entry + BASIS_A_STRIDE, mask=shared, other=0), mask=shared)
     tl.store(route + SHARED_B, tl.load(entry + BASIS_B, mask=shared, other=0) + origin_out, mask=shared)
     tl.store(route + SHARED_B_STRIDE, tl.load(entry + BASIS_B_STRIDE, mask=shared, other=0), mask=shared)
+    if ROUTE > SHARED_FIELDS:
+        has = of_rows >= 0
+        places = route[None, :] + SHARED_FIELDS + tl.arange(0, WIDTH)[:, None]
+        d = tl.load(entries - BASIS + D, mask=has, other=-2)
+        e = tl.load(entries - BASIS + E, mask=has, other=-2)
+        tl.store(places, d, mask=known[None, :])
+        tl.store(places + WIDTH, e, mask=known[None, :])
 
 
 def shared_route(
@@ -80,6 +91,7 @@ def shared_route(
         origins,
         sites,
         tiles.stride(0),
+        ROUTE=routes.shape[2],
         WIDTH=width,
         BLOCK=BLOCK,
         num_warps=4,

@@ -17,7 +17,10 @@ from scute_kernels.table import (
     SHARED_B,
     SHARED_B_STRIDE,
     SHARED_BASIS,
+    SHARED_FIELDS,
     SHARED_RANK,
+    D,
+    E,
 )
 
 
@@ -38,3 +41,10 @@ def shared_route(
         route[:, SHARED_A_STRIDE] = entries[:, BASIS_A_STRIDE]
         route[:, SHARED_B] = entries[:, BASIS_B] + origins[:, 1]
         route[:, SHARED_B_STRIDE] = entries[:, BASIS_B_STRIDE]
+        if routes.shape[2] > SHARED_FIELDS:
+            width = tiles.shape[2]
+            places = (tiles[0, tile] >= 0).nonzero().squeeze(1)
+            fields = table[slots]
+            absent = fields[:, :, BASIS] < 0
+            for first, field in ((SHARED_FIELDS, D), (SHARED_FIELDS + width, E)):
+                route[:, first + places] = fields[:, :, field].masked_fill(absent, -2).T

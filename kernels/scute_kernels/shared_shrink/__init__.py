@@ -5,11 +5,11 @@ from scute_kernels.shared_shrink import kernel, reference
 
 shared_shrink = register(
     "shared_shrink",
-    f"Tensor x, {PLAN}, {MEMORY}, int first_site, Tensor(a!) u",
+    f"Tensor x, {PLAN}, Tensor leading, {MEMORY}, int first_site, Tensor(a!) u",
     reference.shared_shrink,
     kernel.shared_shrink,
 )
-"""``shared_shrink(x, tiles, routes, arena, table, first_site, u)``
+"""``shared_shrink(x, tiles, routes, leading, arena, table, first_site, u)``
 
 ``u[:, n, i, :rank].sum(0) = (x[n] a_shared^T) * d`` for every row ``n`` and slice ``i`` with a basis, each with a ``d``
 of its own; what is not mentioned is left unwritten. ``x a_shared^T`` is computed once for slices with the same basis.

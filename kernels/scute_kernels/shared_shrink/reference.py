@@ -12,12 +12,13 @@ def shared_shrink(
     x: torch.Tensor,
     tiles: torch.Tensor,
     routes: torch.Tensor,
+    leading: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     first_site: int,
     u: torch.Tensor,
 ) -> None:
-    for tile, members, slots in live_tiles(tiles):
+    for tile, members, slots in live_tiles(tiles[:, : int(leading)]):
         products: dict[int, torch.Tensor] = {}  # by basis: the slices read the same x
         for i in range(u.shape[2]):
             site = first_site + i
