@@ -20,7 +20,7 @@ NO_ROUTES = torch.empty(0)  # of no interest here
     spare=st.integers(0, 30),
     width=st.sampled_from([16, 64]),
     of_one_row=st.booleans(),
-    leading_groups=st.sets(st.integers(-1, 2)),
+    leading=st.sets(st.integers(0, SLOTS - 1)),
 )
 def test_plan(
     requests: list[tuple[int, int]],
@@ -28,9 +28,8 @@ def test_plan(
     spare: int,
     width: int,
     of_one_row: bool,
-    leading_groups: set[int],
+    leading: set[int],
 ) -> None:
-    leading = [slot for slot, group in enumerate(groups) if group in leading_groups]
     slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     rows = sum(counts) + spare
     tile_rows = 1 if of_one_row and sum(counts) <= FEW_ROWS else width
@@ -53,7 +52,9 @@ def test_plan(
         dead = not live
         tiled += live
         in_tile = {row_slot[row] for row in live}
-        assert in_tile <= set(leading) if tile < int(plan.leading) else in_tile.isdisjoint(leading)
+        shared = {groups[slot] for slot in in_tile} - {-1}
+        kin = {slot for slot in row_slot if slot in in_tile or (slot >= 0 and groups[slot] in shared)}
+        assert (tile < int(plan.leading)) == (not kin.isdisjoint(leading))
         assert len(in_tile) <= 1 or (len({groups[slot] for slot in in_tile}) == 1 and groups[min(in_tile)] >= 0)
     assert sorted(tiled) == [row for row, slot in enumerate(row_slot) if slot >= 0]
     # Stable: rows of one slot keep their order, which keeps runs of x and h together.

@@ -101,8 +101,8 @@ def build_plan(
     ``slots``: of each request, -1 for base rows. ``counts``: rows of each request; they lie one after another in the
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
     tiles. ``rows``: the row capacity N, at least ``sum(counts)``; the rows past the live ones are base rows.
-    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leading``: slots whose tiles
-    come first, and are counted; all of a group, or none. ``out``: int32 on the CPU (pinned, say),
+    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leading``: slots whose tiles,
+    and those of their groups, come first and are counted. ``out``: int32 on the CPU (pinned, say),
     ``(packed_size(rows, width, len(groups)),)``, made if not given.
 
     Returns ``out``; ``view_plan`` reads it. Rows of one request stay in order. Raises ``ValueError`` for counts that
@@ -129,14 +129,15 @@ def build_plan(
     arranged: list[int] = []
     places: list[int] = []  # of the first row of each arranged request, if every tile were filled
     tile = leading_tiles = 0
-    for requests in sorted(members.values(), key=lambda requests: slots[requests[0]] not in leading):
+    first = set(leading)
+    for requests in sorted(members.values(), key=lambda requests: first.isdisjoint(slots[n] for n in requests)):
         place = tile * tile_rows
         for request in requests:
             arranged.append(request)
             places.append(place)
             place += counts[request]
         tile = -(-place // tile_rows)
-        if slots[requests[0]] in leading:
+        if not first.isdisjoint(slots[n] for n in requests):
             leading_tiles = tile
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
