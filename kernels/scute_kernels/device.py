@@ -36,6 +36,7 @@ SHARED_A_STRIDE = tl.constexpr(table.SHARED_A_STRIDE)
 SHARED_B = tl.constexpr(table.SHARED_B)
 SHARED_B_STRIDE = tl.constexpr(table.SHARED_B_STRIDE)
 SHARED_FIELDS = tl.constexpr(table.SHARED_FIELDS)
+NO_MEMBER = tl.constexpr(table.NO_MEMBER)
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def members(
     if ROUTE > SHARED_FIELDS:
         at = SHARED_FIELDS + (FIELD - D) * ROWS
         offsets = tl.load(route + at + tl.arange(0, ROWS))
-        member = live & (offsets >= -1)
+        member = live & (offsets != NO_MEMBER)
     else:
         slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
         entries = table_ptr + (slots * sites + site) * FIELDS

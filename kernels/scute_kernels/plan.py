@@ -28,8 +28,8 @@ class BatchPlan:
     rotation that is more than a diagonal.
     ``leading``: ``(1,)`` int32, how many of the live tiles, the first, have a shared basis, of a grouped plan.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
-    plan, which operator ``route`` writes once per forward, ``(T, sites, SHARED_FIELDS)`` of a grouped plan, which
-    ``shared_route`` writes.
+    plan, which operator ``route`` writes once per forward, ``(T, sites, shared_fields(width))`` of a grouped plan,
+    which ``shared_route`` writes.
     ``tile_rows``: most rows that a tile has, at most ``width``: 1, or a power of two >= 16.
     """
 
@@ -58,7 +58,7 @@ def tile_width(rows: int, decode: bool) -> int:
 
 
 def shared_fields(width: int) -> int:
-    """Fields of a route of a grouped plan with ``width`` places in a tile."""
+    """Fields of a route of a grouped plan with ``width`` places in a tile: in decode, those of the rows too."""
     return SHARED_FIELDS + 2 * width if width == DECODE_WIDTH else SHARED_FIELDS
 
 

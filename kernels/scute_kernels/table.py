@@ -18,7 +18,9 @@ basis may begin anywhere and its rows may be of any length; where both lie on 16
 Routes are what a tile of a batch plan (see ``plan.py``) finds at every site, gathered once per forward, so that a
 kernel finds in one step what it would find by way of the plan and the table in three. For the own parts, ``routes`` is
 ``(tiles, sites, FIELDS)`` int64: the entries of the tile's slot, -1 in every field of a dead tile. For the shared part
-it is ``(tiles, sites, SHARED_FIELDS)`` int64: the basis that the rows of the tile have in common, resolved.
+it is ``(tiles, sites, SHARED_FIELDS)`` int64: the basis that the rows of the tile have in common, resolved. Tiles of
+decode, which are narrow, also have there the offset of ``d`` of the row in every place, then that of ``e``;
+``NO_MEMBER`` where there is no row, or one without a basis at the site.
 """
 
 import torch
@@ -50,6 +52,7 @@ SHARED_A_STRIDE = 3
 SHARED_B = 4  # the same of b
 SHARED_B_STRIDE = 5
 SHARED_FIELDS = 8
+NO_MEMBER = -2  # -1 is a member whose d or e is absent
 
 
 def part(arena: torch.Tensor, offset: int, *shape: int) -> torch.Tensor:

@@ -11,8 +11,8 @@ shared_route = register(
 )
 """``shared_route(tiles, routes, table, bases, origins)``
 
-Writes ``routes`` ``(T, sites, SHARED_FIELDS)`` int64 contiguous, for each of the T tiles of a grouped plan the basis
-that its rows have at each site, and where the site reads it. ``SHARED_BASIS`` is -1 where no row has one, and for a
-dead tile; the other fields are unspecified then. ``shared_shrink`` and ``shared_expand`` read it. Run it after the plan
-and the tables have been written.
+Writes ``routes`` ``(T, sites, shared_fields(width))`` int64 contiguous, for each of the T tiles of a grouped plan the
+basis that its rows have at each site, and where the site reads it; in decode also where the ``d`` and ``e`` of each row
+are. ``SHARED_BASIS`` is -1 where no row has one, and for a dead tile; the other fields are unspecified then.
+``shared_shrink`` and ``shared_expand`` read it. Run it after the plan and the tables have been written.
 """

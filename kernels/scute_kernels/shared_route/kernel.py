@@ -19,6 +19,7 @@ from scute_kernels.device import (
     BASIS_FIELDS,
     BASIS_RANK,
     FIELDS,
+    NO_MEMBER,
     SHARED_A,
     SHARED_A_STRIDE,
     SHARED_B,
@@ -68,8 +69,8 @@ def _shared_route(
     if ROUTE > SHARED_FIELDS:
         has = of_rows >= 0
         places = route[None, :] + SHARED_FIELDS + tl.arange(0, WIDTH)[:, None]
-        d = tl.load(entries - BASIS + D, mask=has, other=-2)
-        e = tl.load(entries - BASIS + E, mask=has, other=-2)
+        d = tl.load(entries - BASIS + D, mask=has, other=NO_MEMBER)
+        e = tl.load(entries - BASIS + E, mask=has, other=NO_MEMBER)
         tl.store(places, d, mask=known[None, :])
         tl.store(places + WIDTH, e, mask=known[None, :])
 

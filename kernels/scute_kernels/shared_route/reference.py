@@ -12,6 +12,7 @@ from scute_kernels.table import (
     BASIS_B,
     BASIS_B_STRIDE,
     BASIS_RANK,
+    NO_MEMBER,
     SHARED_A,
     SHARED_A_STRIDE,
     SHARED_B,
@@ -47,4 +48,4 @@ def shared_route(
             fields = table[slots]
             absent = fields[:, :, BASIS] < 0
             for first, field in ((SHARED_FIELDS, D), (SHARED_FIELDS + width, E)):
-                route[:, first + places] = fields[:, :, field].masked_fill(absent, -2).T
+                route[:, first + places] = fields[:, :, field].masked_fill(absent, NO_MEMBER).T
