@@ -74,7 +74,8 @@ class Sites:
         groups = [-1 if method.block > 1 else int(method.basis_rank > 0) for method in methods]
         shared = [slot for slot, method in enumerate(methods) if method.basis_rank > 0]
         grouped = self._plan(grouped_slots, counts, groups, shared, width, shared_fields(width))
-        shared_route_kernel.shared_route(grouped.tiles, grouped.routes, self.table, self.bases, self.origins)
+        tables = (self.table, self.bases, self.origins)
+        shared_route_kernel.shared_route(grouped.tiles, grouped.leading, grouped.routes, *tables)
         self.own = (own.tiles, own.routes, tile_rows, self.arena)
         self.grouped = (grouped.tiles, grouped.routes, grouped.leading, self.arena, self.table)
         self.rotated = (grouped.row_slot, grouped.tiles, self.arena, self.table)

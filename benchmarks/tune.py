@@ -237,7 +237,7 @@ BATCHES = {
         distinct("16 VeRA r256", [VERA] * 16),
         distinct("20: LoRA DoRA (IA)3 VeRA", [R16, DORA, IA3, VERA] * 5),
     ),
-    ("shared", 256): (
+    ("shared", 64): (
         distinct("64: (IA)3 VeRA", [IA3] * 32 + [VERA] * 32),
         distinct("64 VeRA r256", [VERA] * 64),
     ),

@@ -347,7 +347,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         )
         route(plans.own.tiles, plans.own.routes, self.pool.table)
         tables = (self.pool.table, self.pool.bases, self.pool.origins)
-        shared_route(plans.grouped.tiles, plans.grouped.routes, *tables)
+        shared_route(plans.grouped.tiles, plans.grouped.leading, plans.grouped.routes, *tables)
         return plans
 
     def _prepare_head(self, forward_batch: ForwardBatch, slots: Sequence[int]) -> None:

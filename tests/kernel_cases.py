@@ -26,10 +26,12 @@ from scute_kernels.table import (
     BLOCK,
     BLOCK_STRIDE,
     FIELDS,
+    NO_MEMBER,
     RANK,
     ROTATION,
     SCALE,
     SHARED_BASIS,
+    SHARED_FIELDS,
     A,
     B,
     D,
@@ -130,6 +132,10 @@ class Case:
     def grouped_plan(self) -> Arguments:
         """The same of shared_shrink and shared_expand."""
         return self.grouped.tiles, self.grouped.routes, self.grouped.leading, self.arena, self.table
+
+    def shared_routes(self, routes: torch.Tensor) -> Arguments:
+        """The arguments of shared_route, which writes ``routes``."""
+        return self.grouped.tiles, self.grouped.leading, routes, self.table, self.bases, self.origins
 
     @property
     def rotate_plan(self) -> Arguments:
@@ -233,17 +239,18 @@ def make_case(
     slots = [slot for slot, count in requests for _ in range(count)] + [-1] * spare_rows
     width = places or tile_width(rows, decode=True)
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
-    shared = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
+    sharing = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
     plans = {}
-    for name, tile_rows, its_groups, fields in (
-        ("own", own_tile_rows(rows, width), [-1] * n_slots, FIELDS),
-        ("grouped", width, groups, shared_fields(width)),
+    for name, tile_rows, its_groups, leaders, fields in (
+        ("own", own_tile_rows(rows, width), [-1] * n_slots, [], FIELDS),
+        ("grouped", width, groups, sharing, shared_fields(width)),
     ):
-        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows, shared)
+        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows, leaders)
         routes = torch.empty(most_tiles(rows, width, n_slots), sites, fields, dtype=torch.int64)
         plans[name] = replace(view_plan(packed, rows, width, routes), tile_rows=tile_rows)
     route(plans["own"].tiles, plans["own"].routes, table)
-    shared_route(plans["grouped"].tiles, plans["grouped"].routes, table, memory.bases, memory.origins)
+    grouped = plans["grouped"]
+    shared_route(grouped.tiles, grouped.leading, grouped.routes, table, memory.bases, memory.origins)
     x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
     offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
     h = memory.random(n_slices if wide else 1, rows, offsets[-1] + choose.choice([0, 16, 3]))[..., : offsets[-1]]
@@ -477,12 +484,13 @@ def check_route(route: Operator, case: Case) -> None:
 
 
 def check_shared_route(shared_route: Operator, case: Case) -> None:
-    """``shared_route`` against the bases of the rows of each tile, row by row, where a basis is read included."""
+    """``shared_route`` against the bases of the rows of each leading tile, row by row, where a basis is read included,
+    and in decode where the ``d`` and ``e`` of each row are."""
     plan, table, bases, origins = case.grouped, case.table.cpu(), case.bases.cpu(), case.origins.cpu()
     routes = torch.full_like(plan.routes, 7)
-    shared_route(plan.tiles, routes, case.table, case.bases, case.origins)
+    shared_route(*case.shared_routes(routes))
     routes = routes.cpu()
-    for tile, rows in enumerate(plan.tiles[0].tolist()):
+    for tile, rows in enumerate(plan.tiles[0, : int(plan.leading)].tolist()):
         for site in range(table.shape[1]):
             of_rows = {int(table[case.slots[n], site, BASIS]) for n in rows if n >= 0} - {-1}
             if not of_rows:
@@ -493,6 +501,14 @@ def check_shared_route(shared_route: Operator, case: Case) -> None:
             a, b = entry[BASIS_A] + first_in, entry[BASIS_B] + first_out
             expected = [basis, entry[BASIS_RANK], a, entry[BASIS_A_STRIDE], b, entry[BASIS_B_STRIDE]]
             assert routes[tile, site, SHARED_BASIS : len(expected)].tolist() == expected, f"tile {tile} site {site}"
+            if routes.shape[2] > SHARED_FIELDS:
+                members = [n >= 0 and int(table[case.slots[n], site, BASIS]) >= 0 for n in rows]
+                expected = [
+                    int(table[case.slots[n], site, field]) if member else NO_MEMBER
+                    for field in (D, E)
+                    for n, member in zip(rows, members, strict=True)
+                ]
+                assert routes[tile, site, SHARED_FIELDS:].tolist() == expected, f"tile {tile} site {site}"
 
 
 def check_lookup(lookup: Operator, case: Case, ids: torch.Tensor) -> None:

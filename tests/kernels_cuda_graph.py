@@ -44,7 +44,8 @@ def test_one_capture_serves_every_batch() -> None:
 
     def step() -> None:
         ops.route(static.own.tiles, static.own.routes, static.table)
-        ops.shared_route(static.grouped.tiles, static.grouped.routes, static.table, static.bases, static.origins)
+        grouped = static.grouped
+        ops.shared_route(grouped.tiles, grouped.leading, grouped.routes, static.table, static.bases, static.origins)
         ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, rotated)
         ops.shrink(static.x, *static.own_plan, FIRST_SITE, v)
         ops.shared_shrink(static.x, *static.grouped_plan, FIRST_SITE, u)

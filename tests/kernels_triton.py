@@ -31,13 +31,14 @@ from kernel_cases import (
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.lookup import kernel as lookup_kernel
-from scute_kernels.plan import PREFILL_WIDTH
+from scute_kernels.plan import DECODE_WIDTH, PREFILL_WIDTH
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
 from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shrink import kernel as shrink_kernel
+from scute_kernels.table import NO_MEMBER, SHARED_FIELDS
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bit patterns of bf16 as integers, so bf16 needs a GPU.
@@ -174,6 +175,26 @@ def test_rotation_blocks(spare_rows: int, places: int | None, block: int, dtype:
         places=places,
     )
     check_rotate(rotate_kernel.rotate, case.to(DEVICE))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("seed", [5, 8, 15])
+def test_rows_without_the_basis_of_their_tile(seed: int, beside: bool) -> None:
+    """A tile of decode where some rows have the basis and others do not, with ``d`` and ``e`` and without."""
+    requests = [(0, 3), (1, 2), (-1, 1), (2, 4), (3, 1), (4, 2)]
+    methods = ("vera", "lora", "vera", "ia3", "vera")
+    case = make_case(seed, torch.float32, 48, (40, 24), methods, requests, 2, 12, 2, places=DECODE_WIDTH, beside=beside)
+    places = case.grouped.routes[: int(case.grouped.leading), FIRST_SITE : FIRST_SITE + 2, SHARED_FIELDS:]
+    d, e = places.unflatten(2, (2, DECODE_WIDTH)).unbind(2)
+    live = (case.grouped.tiles[0, : int(case.grouped.leading)] >= 0)[:, None, :]
+    assert ((d == NO_MEMBER) & live).any()
+    for offsets in (d, e):
+        assert (offsets == -1).any() and (offsets >= 0).any()
+    case = case.to(DEVICE)
+    routes = torch.empty_like(case.grouped.routes)
+    shared_route_kernel.shared_route(*case.shared_routes(routes))
+    case.grouped = dataclasses.replace(case.grouped, routes=routes)
+    check_shrink_and_expand(*KERNELS, case)
 
 
 @pytest.mark.parametrize("spare_rows", [0, 70])

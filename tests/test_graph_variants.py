@@ -197,6 +197,22 @@ def check_transformed(batch: Batch) -> None:
             assert len(owners) <= 1 or owners == {"ia3"}
 
 
+def test_tiles_of_shared_bases_come_first() -> None:
+    """The kernels of shared bases do not see those of adapters that transform inputs."""
+    kinds = ("ia3", "lora", "oft", "vera")
+    backend, _ = serving({kind: forms_of(kind) for kind in kinds})
+    slots = [backend.pool.get_buffer_id(kind) for kind in kinds for _ in range(2)]
+    grouped = backend._eager_plans([-1, *slots], [1] * 9, decode=True).grouped
+    vera = backend.pool.get_buffer_id("vera")
+    assert grouped.leading.item() == 1
+    assert grouped.tiles[1, 0].tolist() == [vera, vera] + [-1] * 14
+    assert {slot for slot in grouped.tiles[1, 1:].flatten().tolist() if slot >= 0} == {
+        backend.pool.get_buffer_id(kind) for kind in ("ia3", "oft")
+    }
+    others = backend._eager_plans(slots[:6], [1] * 6, decode=True).grouped
+    assert others.leading.item() == 0
+
+
 @torch.no_grad()
 def test_an_eager_decode_of_many_rows() -> None:
     """More than any graph has: tiles are those of a prefill."""

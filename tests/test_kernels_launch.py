@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -38,6 +39,20 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
         assert tile_rows * expand.block_rank * dtype.itemsize + expand.num_stages * stage <= SHARED_MEMORY
     for features in (1, 896, 4096, 14336, 28672):
         assert 1 <= launch.shrink_split(f"{kind}shrink", rows, tile_rows, dtype, features) <= 16
+
+
+@pytest.mark.parametrize("programs", [1, 13, 96, 396])
+@pytest.mark.parametrize("parts", [1, 6, 21])
+@pytest.mark.parametrize("n_tiles", [1, 4, 256])
+@pytest.mark.parametrize(("rank", "blocks"), [(8, 1), (64, 4), (256, 16), (1024, 16)])
+def test_programs_of_shared_bases(programs: int, parts: int, n_tiles: int, rank: int, blocks: int) -> None:
+    """About as many as asked for, at least one, and of the blocks no more than a common rank has."""
+    parameters = dataclasses.replace(launch.shrink("shared_shrink", 16, 16, torch.float16, rank), programs=programs)
+    of_blocks, of_tiles = launch.shared_shrink_programs(parameters, n_tiles, parts, rank)
+    assert 1 <= of_blocks <= blocks and 1 <= of_tiles <= n_tiles
+    assert parts * of_blocks * of_tiles <= max(programs, parts)
+    rounds = -(-blocks // of_blocks)
+    assert of_blocks == 1 or -(-blocks // (of_blocks - 1)) > rounds  # one less would need more rounds
 
 
 def test_a_small_largest_rank_makes_small_blocks() -> None:

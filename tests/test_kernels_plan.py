@@ -20,7 +20,7 @@ NO_ROUTES = torch.empty(0)  # of no interest here
     spare=st.integers(0, 30),
     width=st.sampled_from([16, 64]),
     of_one_row=st.booleans(),
-    leading=st.sets(st.integers(0, SLOTS - 1)),
+    leaders=st.sets(st.integers(0, SLOTS - 1)),
 )
 def test_plan(
     requests: list[tuple[int, int]],
@@ -28,15 +28,15 @@ def test_plan(
     spare: int,
     width: int,
     of_one_row: bool,
-    leading: set[int],
+    leaders: set[int],
 ) -> None:
     slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     rows = sum(counts) + spare
     tile_rows = 1 if of_one_row and sum(counts) <= FEW_ROWS else width
     stale = torch.full((packed_size(rows, width, SLOTS),), 7, dtype=torch.int32)
-    packed = build_plan(slots, counts, groups, rows, width, tile_rows, leading, out=stale)
+    packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, out=stale)
     assert packed is stale
-    assert torch.equal(packed, build_plan(slots, counts, groups, rows, width, tile_rows, leading))
+    assert torch.equal(packed, build_plan(slots, counts, groups, rows, width, tile_rows, leaders))
     plan = view_plan(packed, rows, width, NO_ROUTES)
 
     row_slot = [slot for slot, count in requests for _ in range(count)] + [-1] * spare
@@ -54,7 +54,7 @@ def test_plan(
         in_tile = {row_slot[row] for row in live}
         shared = {groups[slot] for slot in in_tile} - {-1}
         kin = {slot for slot in row_slot if slot in in_tile or (slot >= 0 and groups[slot] in shared)}
-        assert (tile < int(plan.leading)) == (not kin.isdisjoint(leading))
+        assert (tile < int(plan.leading)) == (not kin.isdisjoint(leaders))
         assert len(in_tile) <= 1 or (len({groups[slot] for slot in in_tile}) == 1 and groups[min(in_tile)] >= 0)
     assert sorted(tiled) == [row for row, slot in enumerate(row_slot) if slot >= 0]
     # Stable: rows of one slot keep their order, which keeps runs of x and h together.

@@ -76,7 +76,7 @@ def test_registration(operator: str) -> None:
     head = (case.own.row_slot, case.arena, case.table, FIRST_SITE, 48)
     arguments = {
         "route": (case.own.tiles, case.own.routes, case.table),
-        "shared_route": (case.grouped.tiles, case.grouped.routes, case.table, case.bases, case.origins),
+        "shared_route": case.shared_routes(case.grouped.routes),
         "rotate": (case.x, *case.rotate_plan, FIRST_SITE, case.x.new_empty(2, rows, 48)),
         "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
         "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),

@@ -37,7 +37,7 @@ def test_a_graph_sees_every_live_tile(
     tiles = most_tiles(capacity, width, slots)
     packed = torch.empty(2, packed_size(capacity, width, slots), dtype=torch.int32)
     build_plan(owners, counts, [-1] * slots, capacity, width, own_tile_rows(live, width), out=packed[0])
-    build_plan(owners, counts, [0] * slots, capacity, width, width, out=packed[1])
+    build_plan(owners, counts, [0] * slots, capacity, width, width, leaders=range(slots), out=packed[1])
     routes = torch.arange(tiles)
     whole = Plans(*(view_plan(plan, capacity, width, routes) for plan in packed))
 
@@ -55,3 +55,4 @@ def test_a_graph_sees_every_live_tile(
         assert plan.routes.tolist() == list(range(plan.routes.shape[0]))
     assert seen.own.tile_rows == (1 if rows <= FEW_ROWS else width)
     assert seen.grouped.tile_rows == width
+    assert bool(adapted) <= int(seen.grouped.leading) <= seen.grouped.tiles.shape[1]

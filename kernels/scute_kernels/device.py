@@ -53,7 +53,7 @@ def slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, WIDTH: tl.constexpr, R
 
 
 @triton.jit
-def members(
+def membership(
     route,
     tiles_ptr,
     table_ptr,
@@ -64,14 +64,14 @@ def members(
     site,
     live,
     FIELD: tl.constexpr,
-    ROUTE: tl.constexpr,
+    ROUTE_FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Which rows of a tile of a grouped plan have a shared basis at a site, ``(ROWS,)`` bool, and the offset of their
-    ``d`` or ``e``, as ``FIELD`` says; -1 if absent. ``route``: pointer to the route; ``ROUTE``: its fields."""
-    if ROUTE > SHARED_FIELDS:
-        at = SHARED_FIELDS + (FIELD - D) * ROWS
-        offsets = tl.load(route + at + tl.arange(0, ROWS))
+    ``D`` or ``E``, whichever ``FIELD`` is; -1 if absent. ``route``: pointer to the route of the tile at the site."""
+    if ROUTE_FIELDS > SHARED_FIELDS:
+        tl.static_assert(ROUTE_FIELDS == SHARED_FIELDS + 2 * ROWS)
+        offsets = tl.load(route + SHARED_FIELDS + (FIELD - D) * ROWS + tl.arange(0, ROWS))
         member = live & (offsets != NO_MEMBER)
     else:
         slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
@@ -114,14 +114,6 @@ def features_of_share(share, split, in_features, BLOCK_IN: tl.constexpr):
     """First feature of one of ``split`` shares of the features, and the end: whole blocks, but for the last share."""
     width = tl.cdiv(tl.cdiv(in_features, BLOCK_IN), split) * BLOCK_IN
     return share * width, tl.minimum(share * width + width, in_features)
-
-
-@triton.jit
-def piece_of_tiles(piece, tiles, blocks, ends):
-    """Tile and block of ranks of the n-th of all blocks. ``tiles``: numbers; ``blocks``: how many each has; ``ends``:
-    their running sum."""
-    tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
-    return tile, piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
 
 
 @triton.jit

@@ -161,7 +161,8 @@ def shared_shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_ran
     """Programs that divide the blocks of ranks among them, and how many divide the tiles. ``parts``: how often they are
     launched, for each slice and share of the features."""
     blocks = -(-min(max_rank, _COMMON_RANK) // parameters.block_rank)
-    blocks = max(1, min(blocks, parameters.programs // parts))
+    rounds = -(-blocks // max(1, parameters.programs // parts))
+    blocks = -(-blocks // rounds)  # as few as do them in as many rounds
     return blocks, max(1, min(n_tiles, parameters.programs // (parts * blocks)))
 
 

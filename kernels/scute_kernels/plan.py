@@ -26,7 +26,7 @@ class BatchPlan:
     come first. Base rows are in no tile. In an own plan the rows of a tile have one slot; in a grouped plan, wherever
     they have a shared basis, it is the same, and is read once for all of them; and they have one slot if it has a
     rotation that is more than a diagonal.
-    ``leading``: ``(1,)`` int32, how many of the live tiles, the first, have a shared basis, of a grouped plan.
+    ``leading``: ``(1,)`` int32, of a grouped plan: how many tiles, the first, are of groups with a shared basis.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
     plan, which operator ``route`` writes once per forward, ``(T, sites, shared_fields(width))`` of a grouped plan,
     which ``shared_route`` writes.
@@ -79,10 +79,15 @@ def packed_size(rows: int, width: int, slots: int) -> int:
     return _first_tile(rows) + 2 * most_tiles(rows, width, slots) * width
 
 
+def _leading(rows: int) -> int:
+    """Where ``leading`` stands in a packed plan: on 16 bytes, however many rows it has, because Triton compiles a
+    kernel once more for a pointer that does not lie on them."""
+    return -(-rows // 4) * 4
+
+
 def _first_tile(rows: int) -> int:
-    """Where the tiles of a packed plan begin: on 16 bytes, however many rows it has, because Triton compiles a kernel
-    once more for a pointer that does not lie on them. ``leading`` is before them."""
-    return -(-rows // 4) * 4 + 4
+    """Where the tiles begin, on 16 bytes too."""
+    return _leading(rows) + 4
 
 
 def build_plan(
@@ -92,7 +97,7 @@ def build_plan(
     rows: int,
     width: int,
     tile_rows: int,
-    leading: Collection[int] = (),
+    leaders: Collection[int] = (),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The packed plan of a batch, built on the host: ``row_slot | leading | tiles``, one copy away from the device.
@@ -101,7 +106,7 @@ def build_plan(
     ``slots``: of each request, -1 for base rows. ``counts``: rows of each request; they lie one after another in the
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
     tiles. ``rows``: the row capacity N, at least ``sum(counts)``; the rows past the live ones are base rows.
-    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leading``: slots whose tiles,
+    ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leaders``: slots whose tiles,
     and those of their groups, come first and are counted. ``out``: int32 on the CPU (pinned, say),
     ``(packed_size(rows, width, len(groups)),)``, made if not given.
 
@@ -118,7 +123,7 @@ def build_plan(
     # With numpy: torch would run repeat_interleave on all cores, however few the elements, and wait for each of them.
     packed = out.numpy()
     first_tile = _first_tile(rows)
-    row_slot, tiles = packed[: first_tile - 4], packed[first_tile:].reshape(2, -1)
+    row_slot, tiles = packed[: _leading(rows)], packed[first_tile:].reshape(2, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     for request, slot in enumerate(slots):
@@ -128,21 +133,21 @@ def build_plan(
 
     arranged: list[int] = []
     places: list[int] = []  # of the first row of each arranged request, if every tile were filled
-    tile = leading_tiles = 0
-    first = set(leading)
-    for requests in sorted(members.values(), key=lambda requests: first.isdisjoint(slots[n] for n in requests)):
+    tile = leading = 0
+    leaders = frozenset(leaders)
+    for requests in sorted(members.values(), key=lambda requests: leaders.isdisjoint(slots[n] for n in requests)):
         place = tile * tile_rows
         for request in requests:
             arranged.append(request)
             places.append(place)
             place += counts[request]
         tile = -(-place // tile_rows)
-        if not first.isdisjoint(slots[n] for n in requests):
-            leading_tiles = tile
+        if not leaders.isdisjoint(slots[n] for n in requests):
+            leading = tile
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
-    packed[first_tile - 4 : first_tile] = leading_tiles
+    packed[_leading(rows) : first_tile] = leading
     tiles.fill(-1)
     of_arranged = [counts[request] for request in arranged]
     starts, before = list(accumulate(counts, initial=0)), list(accumulate(of_arranged, initial=0))
@@ -160,9 +165,9 @@ def build_plan(
 def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor) -> BatchPlan:
     """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan, but
     for ``routes``, which has to be written anew then."""
-    first_tile = _first_tile(rows)
-    leading = packed[first_tile - 4 : first_tile - 3]
-    return BatchPlan(packed[:rows], packed[first_tile:].view(2, -1, width), leading, routes, tile_rows=width)
+    tiles = packed[_first_tile(rows) :].view(2, -1, width)
+    leading = packed[_leading(rows) : _leading(rows) + 1]
+    return BatchPlan(packed[:rows], tiles, leading, routes, tile_rows=width)
 
 
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -35,7 +35,7 @@ BLOCK = 6  # k, 0 if absent, 1 for a diagonal
 BLOCK_STRIDE = 7  # k * k, or 0 if one block serves every position
 BASIS = 8  # row in bases, or -1
 D = 9  # offset of d, (r,)
-E = 10  # offset of e, (out,)
+E = D + 1  # offset of e, (out,); after d in routes too
 FIELDS = 12  # padded, so that a row of the table stays aligned
 
 BASIS_A = 0  # offset of the shared a (r, in_max)

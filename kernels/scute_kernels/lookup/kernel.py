@@ -56,7 +56,7 @@ def lookup(
 ) -> None:
     rows = ids.shape[0]
     parameters = launch.lookup(v.shape[-1])
-    _lookup[(triton.cdiv(rows, parameters.rows),)](
+    _lookup[(-(-rows // parameters.rows),)](
         ids,
         row_slot,
         arena,

@@ -339,7 +339,7 @@ def rotate(
     _, n_tiles, tile_rows = tiles.shape
     if rows <= FEW_ROWS and tile_rows == DECODE_WIDTH:
         of_rows = launch.rotate_rows(rows * n_slices, features)
-        _rotate_rows[(triton.cdiv(features, of_rows.run * of_rows.block_out), rows, n_slices)](
+        _rotate_rows[(-(-features // (of_rows.run * of_rows.block_out)), rows, n_slices)](
             x,
             row_slot,
             arena,
@@ -360,8 +360,8 @@ def rotate(
         )
         return
     parameters = launch.rotate_tiles(tile_rows, arena.dtype)
-    places = n_tiles + triton.cdiv(rows, tile_rows)
-    column_groups = triton.cdiv(features, parameters.run * parameters.block_out)
+    places = n_tiles + -(-rows // tile_rows)
+    column_groups = -(-features // (parameters.run * parameters.block_out))
     _rotate_tiles[(n_slices, column_groups, places)](
         x,
         row_slot,

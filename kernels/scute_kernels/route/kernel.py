@@ -25,5 +25,5 @@ def _route(slots_ptr, routes_ptr, table_ptr, values, WIDTH: tl.constexpr, BLOCK:
 def route(tiles: torch.Tensor, routes: torch.Tensor, table: torch.Tensor) -> None:
     values = table.shape[1] * table.shape[2]
     _, n_tiles, width = tiles.shape
-    grid = (triton.cdiv(values, BLOCK), n_tiles)
+    grid = (-(-values // BLOCK), n_tiles)
     _route[grid](tiles[1], routes, table, values, WIDTH=width, BLOCK=BLOCK, num_warps=4)

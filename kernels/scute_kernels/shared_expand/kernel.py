@@ -1,7 +1,7 @@
 """shared_expand: the Triton kernel. A program finishes some blocks of columns for some tiles.
 
-Rows, slots and route of a tile lie at addresses that depend on the launch alone, and all that ``b`` and ``u`` wait for
-is one of these. What differs between rows is read meanwhile.
+Rows and route of a tile lie at addresses that depend on the launch alone, in decode with where the ``e`` of each row
+is, and all that ``b`` and ``u`` wait for is one of these.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -24,7 +24,7 @@ from scute_kernels.device import (
     SHARED_RANK,
     E,
     known_multiple,
-    members,
+    membership,
     planes,
     planes_product,
     rows_of_tile,
@@ -39,9 +39,9 @@ LONG_RANK_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
-def _route(routes_ptr, tile, n_tiles, sites, site, ROUTE: tl.constexpr):
+def _route(routes_ptr, tile, n_tiles, sites, site, ROUTE_FIELDS: tl.constexpr):
     """``SHARED_BASIS, SHARED_RANK, SHARED_B, SHARED_B_STRIDE`` of a tile at a site."""
-    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
+    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS
     known = tile < n_tiles
     basis = tl.load(route + SHARED_BASIS, mask=known, other=-1)
     rank = tl.load(route + SHARED_RANK, mask=known, other=0).to(tl.int32)
@@ -85,7 +85,7 @@ def _shared_expand(
     ADD: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
-    ROUTE: tl.constexpr,
+    ROUTE_FIELDS: tl.constexpr,
     WIDTH_STEP: tl.constexpr,
     VECTOR: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -107,13 +107,13 @@ def _shared_expand(
     leading = tl.load(leading_ptr)
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
-    basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE)
+    basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE_FIELDS)
     while tile < leading:
         if basis >= 0:
             live = rows >= 0
-            at = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
-            member, e_offsets = members(
-                at, tiles_ptr, table_ptr, tile, n_tiles, tiles_stride, sites, site, live, E, ROUTE, ROWS
+            at = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS
+            member, e_offsets = membership(
+                at, tiles_ptr, table_ptr, tile, n_tiles, tiles_stride, sites, site, live, E, ROUTE_FIELDS, ROWS
             )
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             out_rows = out_ptr + rows[:, None] * out_stride + begin
@@ -174,7 +174,7 @@ def _shared_expand(
 
         tile += tl.num_programs(1)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
-        basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE)
+        basis, rank, offset, stride = _route(routes_ptr, tile, n_tiles, sites, site, ROUTE_FIELDS)
 
 
 def shared_expand(
@@ -204,7 +204,7 @@ def shared_expand(
         arena,
         table,
         first_site,
-        table.shape[1],
+        routes.shape[1],
         n_tiles,
         tiles.stride(0),
         out.stride(0),
@@ -214,7 +214,7 @@ def shared_expand(
         ADD=add,
         SLICE_OFFSETS=tuple(slice_offsets),
         N_SLICES=n_slices,
-        ROUTE=routes.shape[2],
+        ROUTE_FIELDS=routes.shape[2],
         WIDTH_STEP=launch.width_step(slice_offsets),
         VECTOR=16 // arena.itemsize,
         SPLIT=split,

@@ -38,17 +38,20 @@ BLOCK = 32
 @triton.jit(do_not_specialize=["sites"])
 def _shared_route(
     tiles_ptr,
+    leading_ptr,
     routes_ptr,
     table_ptr,
     bases_ptr,
     origins_ptr,
     sites,
     tiles_stride,
-    ROUTE: tl.constexpr,
+    ROUTE_FIELDS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     tile = tl.program_id(1)
+    if tile >= tl.load(leading_ptr):
+        return
     site = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = site < sites
     slots = slots_of_tile(tiles_ptr, tile, tile + 1, tiles_stride, WIDTH, WIDTH)
@@ -57,7 +60,7 @@ def _shared_route(
     basis = tl.max(of_rows, axis=0)
     shared = basis >= 0
     entry = bases_ptr + tl.where(shared, basis, 0) * BASIS_FIELDS
-    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE
+    route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS
     origin_in = tl.load(origins_ptr + 2 * site, mask=shared, other=0)
     origin_out = tl.load(origins_ptr + 2 * site + 1, mask=shared, other=0)
     tl.store(route + SHARED_BASIS, basis, mask=known)
@@ -66,7 +69,7 @@ def _shared_route(
     tl.store(route + SHARED_A_STRIDE, tl.load(entry + BASIS_A_STRIDE, mask=shared, other=0), mask=shared)
     tl.store(route + SHARED_B, tl.load(entry + BASIS_B, mask=shared, other=0) + origin_out, mask=shared)
     tl.store(route + SHARED_B_STRIDE, tl.load(entry + BASIS_B_STRIDE, mask=shared, other=0), mask=shared)
-    if ROUTE > SHARED_FIELDS:
+    if ROUTE_FIELDS > SHARED_FIELDS:
         has = of_rows >= 0
         places = route[None, :] + SHARED_FIELDS + tl.arange(0, WIDTH)[:, None]
         d = tl.load(entries - BASIS + D, mask=has, other=NO_MEMBER)
@@ -77,6 +80,7 @@ def _shared_route(
 
 def shared_route(
     tiles: torch.Tensor,
+    leading: torch.Tensor,
     routes: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
@@ -84,15 +88,16 @@ def shared_route(
 ) -> None:
     sites = table.shape[1]
     _, n_tiles, width = tiles.shape
-    _shared_route[(triton.cdiv(sites, BLOCK), n_tiles)](
+    _shared_route[(-(-sites // BLOCK), n_tiles)](
         tiles,
+        leading,
         routes,
         table,
         bases,
         origins,
         sites,
         tiles.stride(0),
-        ROUTE=routes.shape[2],
+        ROUTE_FIELDS=routes.shape[2],
         WIDTH=width,
         BLOCK=BLOCK,
         num_warps=4,

@@ -27,13 +27,13 @@ from scute_kernels.table import (
 
 def shared_route(
     tiles: torch.Tensor,
+    leading: torch.Tensor,
     routes: torch.Tensor,
     table: torch.Tensor,
     bases: torch.Tensor,
     origins: torch.Tensor,
 ) -> None:
-    routes.fill_(-1)
-    for tile, _, slots in live_tiles(tiles):
+    for tile, _, slots in live_tiles(tiles[:, : int(leading)]):
         basis = table[slots.unique(), :, BASIS].amax(0)
         entries, route = bases[basis.clamp(min=0)], routes[tile]
         route[:, SHARED_BASIS] = basis
@@ -45,7 +45,7 @@ def shared_route(
         if routes.shape[2] > SHARED_FIELDS:
             width = tiles.shape[2]
             places = (tiles[0, tile] >= 0).nonzero().squeeze(1)
-            fields = table[slots]
-            absent = fields[:, :, BASIS] < 0
+            fields, absent = table[slots], table[slots, :, BASIS] < 0
+            route[:, SHARED_FIELDS:] = NO_MEMBER
             for first, field in ((SHARED_FIELDS, D), (SHARED_FIELDS + width, E)):
                 route[:, first + places] = fields[:, :, field].masked_fill(absent, NO_MEMBER).T

@@ -1,7 +1,9 @@
 """shared_shrink: the Triton kernel. A program multiplies a tile by some ranks and a share of the features of its basis.
 
-The programs of a fixed grid divide the blocks of ranks among them, as those of ``shrink`` do. A product is made once
-for all slices with the same basis, and multiplied here by the ``d`` of each: who reads it afterwards waits for less.
+The programs of a fixed grid divide the tiles and the blocks of ranks among them. Route and rows of a tile lie at
+addresses that depend on the launch alone, so a program begins with its first tile without a look at the others. A
+product is made once for all slices with the same basis, and multiplied here by the ``d`` of each: who reads it
+afterwards waits for less.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -24,7 +26,7 @@ from scute_kernels.device import (
     features_of_share,
     features_product,
     known_multiple,
-    members,
+    membership,
     rows_of_tile,
 )
 
@@ -34,11 +36,13 @@ UNALIGNED_BLOCK = tl.constexpr(32)
 
 
 @triton.jit
-def _route(routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES: tl.constexpr, ROUTE: tl.constexpr):
+def _route(
+    routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES: tl.constexpr, ROUTE_FIELDS: tl.constexpr
+):
     """Of a tile: the basis of every slice, and ``SHARED_RANK, SHARED_A, SHARED_A_STRIDE`` of this one; rank 0 unless it
     is the first with its basis."""
-    routes = routes_ptr + (tile.to(tl.int64) * sites + first_site) * ROUTE
-    route = routes + slice_number * ROUTE
+    routes = routes_ptr + (tile.to(tl.int64) * sites + first_site) * ROUTE_FIELDS
+    route = routes + slice_number * ROUTE_FIELDS
     known = tile < n_tiles
     basis = tl.load(route + SHARED_BASIS, mask=known, other=-1)
     rank = tl.load(route + SHARED_RANK, mask=known, other=0).to(tl.int32)
@@ -47,7 +51,7 @@ def _route(routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES:
     first = basis >= 0
     bases = ()
     for i in tl.static_range(N_SLICES):
-        of_slice = tl.load(routes + i * ROUTE + SHARED_BASIS, mask=known, other=-1)
+        of_slice = tl.load(routes + i * ROUTE_FIELDS + SHARED_BASIS, mask=known, other=-1)
         first = first & ((i >= slice_number) | (of_slice != basis))
         bases += (of_slice,)
     return bases, basis, tl.where(first, rank, 0), offset, stride
@@ -73,7 +77,7 @@ def _shared_shrink(
     row_stride,
     plane_stride,
     N_SLICES: tl.constexpr,
-    ROUTE: tl.constexpr,
+    ROUTE_FIELDS: tl.constexpr,
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -90,7 +94,7 @@ def _shared_shrink(
     tile = tl.program_id(2)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
     bases, basis, rank, offset, stride = _route(
-        routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES, ROUTE
+        routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES, ROUTE_FIELDS
     )
     while tile < leading:
         live = rows >= 0
@@ -98,8 +102,8 @@ def _shared_shrink(
         offsets = ()
         for i in tl.static_range(N_SLICES):
             site = first_site + i
-            member, of_slice = members(
-                routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE,
+            member, of_slice = membership(
+                routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS,
                 tiles_ptr,
                 table_ptr,
                 tile,
@@ -109,7 +113,7 @@ def _shared_shrink(
                 site,
                 live,
                 D,
-                ROUTE,
+                ROUTE_FIELDS,
                 ROWS,
             )
             same += (member & (bases[i] == basis),)
@@ -163,7 +167,7 @@ def _shared_shrink(
         tile += tl.num_programs(2)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
         bases, basis, rank, offset, stride = _route(
-            routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES, ROUTE
+            routes_ptr, tile, n_tiles, sites, first_site, slice_number, N_SLICES, ROUTE_FIELDS
         )
 
 
@@ -202,7 +206,7 @@ def shared_shrink(
         u.stride(1),
         u.stride(0),
         N_SLICES=n_slices,
-        ROUTE=routes.shape[2],
+        ROUTE_FIELDS=routes.shape[2],
         VECTOR=16 // arena.itemsize,
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,

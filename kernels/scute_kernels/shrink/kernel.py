@@ -24,9 +24,16 @@ from scute_kernels.device import (
     features_of_share,
     features_product,
     known_multiple,
-    piece_of_tiles,
     rows_of_tile,
 )
+
+
+@triton.jit
+def _piece_of_tiles(piece, tiles, blocks, ends):
+    """Tile and block of ranks of the n-th of all blocks. ``tiles``: numbers; ``blocks``: how many each has; ``ends``:
+    their running sum."""
+    tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
+    return tile, piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
@@ -65,7 +72,7 @@ def _shrink(
     ends = tl.cumsum(blocks, axis=0)
 
     for pair in range(tl.program_id(1), tl.sum(blocks, axis=0), tl.num_programs(1)):
-        tile, block = piece_of_tiles(pair, tiles, blocks, ends)
+        tile, block = _piece_of_tiles(pair, tiles, blocks, ends)
         entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
         rank = tl.load(entry + RANK).to(tl.int32)
         a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
