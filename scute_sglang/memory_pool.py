@@ -246,12 +246,12 @@ class ScuteMemoryPool(LoRAMemoryPool):
 
     def _write_rows(self, adapter: LoadedAdapter) -> None:
         """Its rows of the table, and those of the bases that no adapter before it has read."""
-        used = set(self._basis_rows.values())
-        free = (row for row in range(self.bases.shape[0]) if row not in used)
         for view, (key, first_row) in adapter.basis_views.items():
             if view in self._basis_rows:
                 continue
-            number = self._basis_rows[view] = next(free)  # there is one: who was admitted fits
+            used = set(self._basis_rows.values())
+            number = next(row for row in range(self.bases.shape[0]) if row not in used)  # who was admitted fits
+            self._basis_rows[view] = number
             row = adapter.bases[key].placed(self.arena.offset(key))
             row[table.BASIS_B] += first_row
             self.bases[number].copy_(row, non_blocking=True)

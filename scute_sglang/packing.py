@@ -34,19 +34,28 @@ class PackedAdapter:
     rows: torch.Tensor
     bases: tuple[str, ...]
 
+    # A request waits for its adapter, so what ``placed`` needs each time is kept as numpy has it: torch takes longer.
+    @cached_property
+    def _fixed(self) -> np.ndarray:
+        return self.rows.numpy()
+
     @cached_property
     def _moving(self) -> np.ndarray:
         return _at_offsets(self.rows, _OFFSETS)
+
+    @cached_property
+    def _pinned(self) -> bool:
+        return self.block.is_pinned()
 
     def placed(self, offset: int, basis_rows: Mapping[str, int]) -> torch.Tensor:
         """The rows for a block at ``offset`` (elements) of the arena. ``basis_rows``: basis key to row in ``bases``.
 
         Pinned as the block is, and made anew each time, so that nothing overwrites them while they are being copied.
         """
-        rows = torch.empty(self.rows.shape, dtype=torch.int64, pin_memory=self.block.is_pinned())
-        array = rows.numpy()  # a request waits for this, and numpy takes a fraction of torch's time
+        rows = torch.empty(self._fixed.shape, dtype=torch.int64, pin_memory=self._pinned)
+        array = rows.numpy()
         np.multiply(self._moving, offset, out=array)
-        array += self.rows.numpy()
+        array += self._fixed
         if self.bases:
             # The last entry is what index -1 reads: no basis.
             numbers = np.array([*(basis_rows[key] for key in self.bases), -1])
