@@ -67,13 +67,13 @@ class Sites:
 
         width = tile_width(self.n_rows, decode=True)
         tile_rows = own_tile_rows(self.n_rows, width)
-        own = self._plan(slots, counts, [-1 for _ in methods], [], tile_rows, table.FIELDS)
+        own = self._plan(slots, counts, [-1 for _ in methods], set(), tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
         has_work = [method.basis_rank > 0 or method.block > 0 for method in methods]
         grouped_slots = [slot if slot >= 0 and has_work[slot] else -1 for slot in slots]
         groups = [-1 if method.block > 1 else int(method.basis_rank > 0) for method in methods]
-        shared = [slot for slot, method in enumerate(methods) if method.basis_rank > 0]
-        grouped = self._plan(grouped_slots, counts, groups, shared, width, shared_fields(width))
+        leaders = {slot for slot, method in enumerate(methods) if method.basis_rank > 0}
+        grouped = self._plan(grouped_slots, counts, groups, leaders, width, shared_fields(width))
         tables = (self.table, self.bases, self.origins)
         shared_route_kernel.shared_route(grouped.tiles, grouped.leading, grouped.routes, *tables)
         self.own = (own.tiles, own.routes, tile_rows, self.arena)
@@ -88,13 +88,13 @@ class Sites:
         slots: Sequence[int],
         counts: Sequence[int],
         groups: Sequence[int],
-        shared: Sequence[int],
+        leaders: Collection[int],
         tile_rows: int,
         fields: int,
     ) -> BatchPlan:
         """As ``build_plan`` makes it; its ``routes``, of ``fields`` fields, are not written yet."""
         rows, width = self.n_rows, tile_width(self.n_rows, decode=True)
-        packed = build_plan(slots, counts, groups, rows, width, tile_rows, shared).to(DEVICE)
+        packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders).to(DEVICE)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
         return view_plan(packed, rows, width, routes)
 

@@ -334,7 +334,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
-        shared = [slot for slot, adapter in live.items() if adapter.shared]
+        shared = {slot for slot, adapter in live.items() if adapter.shared}
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch

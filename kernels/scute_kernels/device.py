@@ -54,7 +54,7 @@ def slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, WIDTH: tl.constexpr, R
 
 @triton.jit
 def membership(
-    route,
+    routes_ptr,
     tiles_ptr,
     table_ptr,
     tile,
@@ -68,9 +68,10 @@ def membership(
     ROWS: tl.constexpr,
 ):
     """Which rows of a tile of a grouped plan have a shared basis at a site, ``(ROWS,)`` bool, and the offset of their
-    ``D`` or ``E``, whichever ``FIELD`` is; -1 if absent. ``route``: pointer to the route of the tile at the site."""
+    ``D`` or ``E``, whichever ``FIELD`` is; -1 if absent."""
     if ROUTE_FIELDS > SHARED_FIELDS:
         tl.static_assert(ROUTE_FIELDS == SHARED_FIELDS + 2 * ROWS)
+        route = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS
         offsets = tl.load(route + SHARED_FIELDS + (FIELD - D) * ROWS + tl.arange(0, ROWS))
         member = live & (offsets != NO_MEMBER)
     else:

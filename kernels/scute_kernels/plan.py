@@ -126,23 +126,25 @@ def build_plan(
     row_slot, tiles = packed[: _leading(rows)], packed[first_tile:].reshape(2, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
+    first: set[int] = set()  # groups of leaders
     for request, slot in enumerate(slots):
         if slot >= 0 and counts[request]:
-            group = groups[slot]
-            members.setdefault(slot if group < 0 else len(groups) + group, []).append(request)
+            group = slot if groups[slot] < 0 else len(groups) + groups[slot]
+            members.setdefault(group, []).append(request)
+            if slot in leaders:
+                first.add(group)
 
     arranged: list[int] = []
     places: list[int] = []  # of the first row of each arranged request, if every tile were filled
     tile = leading = 0
-    leaders = frozenset(leaders)
-    for requests in sorted(members.values(), key=lambda requests: leaders.isdisjoint(slots[n] for n in requests)):
+    for group in sorted(members, key=lambda group: group not in first):
         place = tile * tile_rows
-        for request in requests:
+        for request in members[group]:
             arranged.append(request)
             places.append(place)
             place += counts[request]
         tile = -(-place // tile_rows)
-        if not leaders.isdisjoint(slots[n] for n in requests):
+        if group in first:
             leading = tile
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)

@@ -111,9 +111,8 @@ def _shared_expand(
     while tile < leading:
         if basis >= 0:
             live = rows >= 0
-            at = routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS
             member, e_offsets = membership(
-                at, tiles_ptr, table_ptr, tile, n_tiles, tiles_stride, sites, site, live, E, ROUTE_FIELDS, ROWS
+                routes_ptr, tiles_ptr, table_ptr, tile, n_tiles, tiles_stride, sites, site, live, E, ROUTE_FIELDS, ROWS
             )
             u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
             out_rows = out_ptr + rows[:, None] * out_stride + begin

@@ -101,16 +101,15 @@ def _shared_shrink(
         same = ()  # of every slice, which rows have this basis there, and where their d is
         offsets = ()
         for i in tl.static_range(N_SLICES):
-            site = first_site + i
             member, of_slice = membership(
-                routes_ptr + (tile.to(tl.int64) * sites + site) * ROUTE_FIELDS,
+                routes_ptr,
                 tiles_ptr,
                 table_ptr,
                 tile,
                 n_tiles,
                 tiles_stride,
                 sites,
-                site,
+                first_site + i,
                 live,
                 D,
                 ROUTE_FIELDS,
