@@ -24,11 +24,13 @@ The bars, numbered as the project numbers them:
 
 - 12: ``expand`` of DoRA over that of LoRA, rank 16, in a prefill of 1024 and 4096 rows of one to four adapters, for
   each module: ``s`` is multiplied while ``h`` is in registers anyway. (The Scute paper: 0.985 to 1.022.)
-- 13: the byte model, ``latency + bytes / bandwidth``, against the measured time, of all rows whose bytes take longer
-  than a launch. Nothing in it is fitted to these rows: ``bandwidth`` is that of a large copy, ``latency`` the time of
-  the operator where it has next to nothing to do, less that of its bytes: for one adapter of rank 1 (a rotation keeps
-  its blocks) at the smallest module, in decode for as many rows, else for the fewest that have the tiles of prefill. A
-  launch is an empty kernel. All are measured here; the report also says what bytes alone would give.
+- 13: the byte model, ``latency + copy(bytes)``, against the measured time, of all rows whose bytes take longer than a
+  launch at the bandwidth of a large copy. Nothing in it is fitted to these rows: ``copy`` is what a copy that moves as
+  many bytes takes beyond a launch, from copies of half a megabyte to a gigabyte, since few bytes do not come at the
+  pace of many; ``latency`` the time of the operator where it has next to nothing to do, less that of its bytes: for
+  one adapter of rank 1 (a rotation keeps its blocks) at the smallest module, in decode for as many rows, else for the
+  fewest that have the tiles of prefill. A launch is an empty kernel. All are measured here; the report also says what
+  bytes alone at the bandwidth of a large copy would give.
 
 Kernels are compiled in ``--workers`` processes before anything is timed: Triton keeps them on disk.
 
@@ -53,6 +55,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -363,12 +366,41 @@ def seconds(call: Callable[[int], object], layers: int) -> float:
     return statistics.median(times[3:])  # the first replays warm up
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a kernel that reads and writes as much as a large copy, both counted. Not a copy itself: the
-    engine that may do it is slower than the multiprocessors."""
-    source = torch.zeros(1 << (18 if INTERPRETED else 27), dtype=torch.int32, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda _: torch.neg(source, out=target), 4)
+@dataclass(frozen=True)
+class Copies:
+    """What kernels that copy took. ``moved``: bytes read and written, ascending. ``taken``: seconds of each."""
+
+    moved: Sequence[int]
+    taken: Sequence[float]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the largest."""
+        return self.moved[-1] / self.taken[-1]
+
+    def seconds(self, moved: int, launch: float) -> float:
+        """Of a copy that moves so many bytes, beyond those of a launch."""
+        if moved > self.moved[-1]:
+            return moved / self.bandwidth
+        beyond = [max(0.0, taken - launch) for taken in self.taken]
+        return float(np.interp(moved, [0, *self.moved], [0.0, *beyond]))
+
+
+def measured_copies() -> Copies:
+    """Each call has memory of its own, as those of the operators have. Not copies themselves: the engine that may do
+    these is slower than the multiprocessors."""
+    sizes = [1 << power for power in (range(12, 20) if INTERPRETED else range(19, 31))]
+    taken = []
+    for moved in sizes:
+        calls = max(4, min(MOST_LAYERS, COLD_BYTES // moved))
+        source = torch.zeros(calls, moved // 8, dtype=torch.int32, device=DEVICE)
+        target = torch.empty_like(source)
+
+        def copy(call: int, source: torch.Tensor = source, target: torch.Tensor = target) -> None:
+            torch.neg(source[call], out=target[call])
+
+        taken.append(seconds(copy, calls))
+    return Copies(sizes, taken)
 
 
 def launch_seconds() -> float:
@@ -386,7 +418,7 @@ SETTING = ("gpu", "model", "dtype")
 OPERATOR = ("operator", "phase", "rows", "adapters", "method", "module")
 COLUMNS = (
     *("date", "commit", *SETTING, "torch", "triton", *OPERATOR),
-    *("microseconds", "bytes", "microseconds_by_bytes", "microseconds_latency"),
+    *("microseconds", "bytes", "microseconds_by_bytes", "microseconds_by_copy", "microseconds_latency"),
 )
 
 
@@ -405,10 +437,14 @@ def ratios_of_scale(rows: Sequence[Row]) -> list[float]:
     return [times[*place, DORA.name] / times[*place, LORA.name] for place in plain if (*place, DORA.name) in times]
 
 
-def error_of(row: Row) -> float:
-    """Of the byte model, relative to the measured time."""
-    predicted = float(row["microseconds_latency"]) + float(row["microseconds_by_bytes"])
-    return abs(predicted - time_of(row)) / time_of(row)
+def error_of(row: Row, *terms: str) -> float:
+    """Of the sum of these columns, relative to the measured time."""
+    return abs(sum(float(row[term]) for term in terms) - time_of(row)) / time_of(row)
+
+
+def model_error(row: Row) -> float:
+    """Of the byte model."""
+    return error_of(row, "microseconds_latency", "microseconds_by_copy")
 
 
 def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
@@ -440,7 +476,7 @@ def bars(rows: Sequence[Row], launch_us: float) -> list[Bar]:
     ratios, weighed = ratios_of_scale(rows), heavy(rows, launch_us)
     scale = "expand, DoRA r16 / LoRA r16, 1024 and 4096 rows of 1 to 4 adapters: median"
     model = "byte model against measured time, where bytes outweigh a launch: median error"
-    by_bytes = [error_of({**row, "microseconds_latency": 0}) for row in weighed]
+    by_bytes = [error_of(row, "microseconds_by_bytes") for row in weighed]
     return [
         Bar(
             12,
@@ -452,7 +488,7 @@ def bars(rows: Sequence[Row], launch_us: float) -> list[Bar]:
         Bar(
             13,
             model,
-            statistics.median(map(error_of, weighed)) if weighed else None,
+            statistics.median(map(model_error, weighed)) if weighed else None,
             MOST_ERROR,
             f"{len(weighed)} of {len(rows)} rows; by bytes alone {statistics.median(by_bytes):.3f}" if weighed else "",
         ),
@@ -463,7 +499,7 @@ def error_table(rows: Sequence[Row], launch_us: float) -> list[str]:
     """Bar 13 by phase and operator."""
     errors: dict[tuple[str, str], list[float]] = {}
     for row in heavy(rows, launch_us):
-        errors.setdefault((row["phase"], row["operator"]), []).append(error_of(row))
+        errors.setdefault((row["phase"], row["operator"]), []).append(model_error(row))
     return [
         f"| {phase} | {operator} | {len(found)} | {statistics.median(found):.3f} | {max(found):.3f} |"
         for (phase, operator), found in errors.items()
@@ -498,17 +534,17 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class Bench:
-    """Settings, time and records of a run. ``launch``: seconds of a launch. ``bandwidth``: bytes per second."""
+    """Settings, time and records of a run. ``launch``: seconds of a launch."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.began = arguments, time.monotonic()
         self.model = MODELS["tiny" if arguments.smoke else arguments.model]
         self.dtype = getattr(torch, arguments.dtype)
         self.gpu = device_name()
-        self.launch, self.bandwidth = launch_seconds(), copy_bandwidth()
+        self.launch, self.copies = launch_seconds(), measured_copies()
         print(
             f"{self.gpu}, torch {torch.__version__}, triton {triton.__version__}, "
-            f"copy {self.bandwidth / 1e12:.2f} TB/s, launch {self.launch * 1e6:.2f} us"
+            f"copy {self.copies.bandwidth / 1e12:.2f} TB/s, launch {self.launch * 1e6:.2f} us"
         )
         self.rows: list[Row] = []
         self._latencies: dict[tuple[str, bool, int], float] = {}
@@ -548,13 +584,14 @@ class Bench:
             sites = MeasuredSites(least, layers=1 if INTERPRETED else None)
             sites.check(operator)
             sites.calm()
-            self._latencies[key] = max(0.0, sites.seconds(operator) - least.moved(operator) / self.bandwidth)
+            of_bytes = self.copies.seconds(least.moved(operator), self.launch)
+            self._latencies[key] = max(0.0, sites.seconds(operator) - of_bytes)
             print(f"{'decode' if decode else 'prefill'} {operator}: {self._latencies[key] * 1e6:.2f} us latency")
         return self._latencies[key]
 
     def _record(self, case: Case, operator: str, taken: float) -> None:
         moved = case.moved(operator)
-        least = moved / self.bandwidth
+        least = moved / self.copies.bandwidth
         row = {
             "date": datetime.date.today().isoformat(),
             "commit": self.arguments.commit,
@@ -572,6 +609,7 @@ class Bench:
             "microseconds": round(taken * 1e6, 3),
             "bytes": moved,
             "microseconds_by_bytes": round(least * 1e6, 3),
+            "microseconds_by_copy": round(self.copies.seconds(moved, self.launch) * 1e6, 3),
             "microseconds_latency": round(self.latency(case, operator) * 1e6, 3),
         }
         self.rows.append(row)
@@ -593,7 +631,7 @@ class Bench:
             f"{datetime.date.today().isoformat()}, {self.gpu}, commit {self.arguments.commit}, "
             f"torch {torch.__version__}, triton {triton.__version__}.",
             f"{self.model.name} shapes, {self.arguments.dtype}. A launch takes {launch_us:.2f} µs, a large copy moves "
-            f"{self.bandwidth / 1e12:.2f} TB/s.",
+            f"{self.copies.bandwidth / 1e12:.2f} TB/s.",
             "Made by `benchmarks/operators.py`, which says what is measured; all figures are in `operators.csv`.",
             "",
             "| bar | what | figure | limit | met | remark |",
