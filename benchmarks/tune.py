@@ -14,8 +14,9 @@ them, and beside the base GEMMs, a hundred times as long, their time would not s
 scratch is as wide as the largest rank that may come. Figures are microseconds per layer, medians of replays.
 
 The order is that of a server. In decode ``shared_shrink`` runs on a second stream beside the base GEMM, then
-``shared_expand``, which writes an ``addend``; on a third ``shrink``, which gives way to the base GEMM; ``expand`` waits
-for all and adds it. In prefill there is one stream, and ``shared_expand`` adds to ``h`` after ``expand``.
+``shared_expand``, which writes an ``addend``; on a third ``shrink``, which gives way to the base GEMM, or comes after
+it where there is a shared basis; ``expand`` waits for all and adds it. In prefill there is one stream, and
+``shared_expand`` adds to ``h`` after ``expand``.
 
 Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
 dependent loads from memory, per load; then for each number of rows ``expand``, ``early`` (programmatic dependent
@@ -61,7 +62,7 @@ from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
-from scute_kernels.stream import empty, give_way, on_stream
+from scute_kernels.stream import empty, fork, give_way, on_stream
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
 
@@ -428,22 +429,32 @@ class Step:
         own_side = shared_side = None
         if before and self.batch.decode and not INTERPRETED:
             own_side, shared_side = side_streams()
-        used = [own_side, shared_side if self.batch.shares else None]
+        sides = list(filter(None, (own_side, shared_side if self.batch.shares else None)))
+        own_last = own_side is not None and self.batch.shares
 
         def run() -> None:
             for layer in range(self.layers):
                 for number, (sites, h) in enumerate(zip(self.modules, self.outputs, strict=True)):
+
+                    def own_before(sites: TunedSites = sites, number: int = number, layer: int = layer) -> None:
+                        with on_stream(own_side):
+                            sites.own_before(layer, scratch[number], setting)
+
+                    for side in sides:
+                        fork(side)
                     if before and self.batch.shares:
                         with on_stream(shared_side):
                             sites.shared_before(layer, scratch[number], setting)
-                    if before:
-                        with on_stream(own_side):
-                            if own_side is not None:
+                    if before and not own_last:
+                        if own_side is not None:
+                            with on_stream(own_side):
                                 give_way(h)
-                            sites.own_before(layer, scratch[number], setting)
+                        own_before()
                     if self.batch.decode:
                         torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
-                    for side in filter(None, used):
+                    if own_last:
+                        own_before()
+                    for side in sides:
                         torch.cuda.current_stream().wait_stream(side)
                     if after:
                         sites.after(h, layer, scratch[number], setting)

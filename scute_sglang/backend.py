@@ -47,14 +47,9 @@ from scute_kernels.shared_route import shared_route
 from scute_kernels.shared_shrink import shared_shrink
 from scute_kernels.shrink import shrink
 from scute_kernels.side_by_side import compile_kernels
-from scute_kernels.stream import give_way, on_stream
+from scute_kernels.stream import fork, give_way, on_stream
 from scute_kernels.table import FIELDS
-from scute_patches.decode_cuda_graph_runner import (
-    OWN_VARIANT,
-    ROTATE_UNFUSED_VARIANT,
-    ROTATE_VARIANT,
-    SHARED_VARIANT,
-)
+from scute_patches.decode_cuda_graph_runner import DECODE_VARIANTS, DecodeVariant
 
 if TYPE_CHECKING:
     from scute_sglang.layers import ScuteLayer
@@ -64,7 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DECODE_VARIANTS = (OWN_VARIANT, SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT)
+# Of prefill graphs, see ``has_prefill_graph``.
+PREFILL_VARIANT = DecodeVariant(shared=True)
 
 # From so many multiplications in a wrapped layer, a prefill with adapters is launched eagerly: a GPU that does 5e14 a
 # second takes 0.4 ms for them, and the host no longer for the launches of that layer, if the adapters are LoRA.
@@ -237,7 +233,7 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_WIDTH)
-        self.compile(self._decode_memory.rows, DECODE_VARIANTS)
+        self.compile(self._decode_memory.rows, list(DECODE_VARIANTS))
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
@@ -415,17 +411,17 @@ class ScuteLoRABackend(BaseLoRABackend):
         assert batch is not None
         # A graph serves every later batch of its variant, so it holds every operator of it; an eager forward runs only
         # what its adapters need here.
-        capturing, variant, index = get_is_capture_mode(), get_capture_lora_variant(), layer.module_index
+        capturing, index = get_is_capture_mode(), layer.module_index
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
         if not capturing and pruned is None and rows < batch.rows:
             # Else kernels would write past the end: SGLang runs in a mode that splits rows among ranks.
             raise RuntimeError(f"a layer was given {rows} of the {batch.rows} rows of the batch")
         own_pairs = capturing or index in batch.own_pairs
-        shared = variant != OWN_VARIANT if capturing else index in batch.shared
         if capturing:
-            rotates = variant == ROTATE_VARIANT or (variant == ROTATE_UNFUSED_VARIANT and n_slices == 1)
+            variant = DECODE_VARIANTS.get(get_capture_lora_variant() or "", PREFILL_VARIANT)
+            shared, rotates = variant.shared, variant.rotates_fused if n_slices > 1 else variant.rotates
         else:
-            rotates = index in batch.rotated
+            shared, rotates = index in batch.shared, index in batch.rotated
         plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
         arena, table = self.pool.arena.tensor, self.pool.table
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
@@ -456,20 +452,33 @@ class ScuteLoRABackend(BaseLoRABackend):
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
         v = scratch("shrink", plans.own.tile_rows, batch.max_rank)  # read where there is a pair only
-        if shared:  # before the own pairs, because this chain ends last
+        for stream in filter(None, (own_stream, shared_stream)):
+            fork(stream)
+        if shared:  # first, because this chain ends last
             u = scratch("shared_shrink", plans.grouped.tile_rows, batch.max_shared_rank)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:
                     shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
-        if own_pairs:
+
+        def shrink_own() -> None:
             with on_stream(own_stream):
-                if own_stream is not None and capturing:  # an eager forward is bound by its launches
-                    give_way(v)
                 shrink(real, *own_plan, site, v)
+
+        # Kernels of a graph that are ready at once begin in the order of their capture, and the base GEMM takes all
+        # registers of a multiprocessor, so it waits for what began before it, and that for it. With nothing else
+        # beside, a little later is best; else last.
+        own_last = capturing and own_stream is not None and (shared or rotates)
+        if own_pairs and not own_last:
+            if own_stream is not None and capturing:  # an eager forward is bound by its launches
+                with on_stream(own_stream):
+                    give_way(v)
+            shrink_own()
         whole = capturing or batch.beside or pruned is not None
         h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
+        if own_last:
+            shrink_own()
         for stream in filter(None, (own_stream, shared_stream)):
             torch.cuda.current_stream().wait_stream(stream)
         adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
@@ -562,12 +571,13 @@ class ScuteLoRABackend(BaseLoRABackend):
 
 
 def decode_variant(adapters: Collection[LoadedAdapter]) -> str:
-    """The label of the decode graph with the fewest operators that serves a batch of these adapters."""
-    if any(adapter.rotates_fused for adapter in adapters):
-        return ROTATE_VARIANT
-    if any(adapter.rotated for adapter in adapters):
-        return ROTATE_UNFUSED_VARIANT
-    return SHARED_VARIANT if any(adapter.shared for adapter in adapters) else OWN_VARIANT
+    """The label of the decode graph that holds what a batch of these adapters needs, and no operator more."""
+    needed = DecodeVariant(
+        shared=any(adapter.shared for adapter in adapters),
+        rotates=any(adapter.rotated for adapter in adapters),
+        rotates_fused=any(adapter.rotates_fused for adapter in adapters),
+    )
+    return next(label for label, variant in DECODE_VARIANTS.items() if variant == needed)
 
 
 def has_prefill_graph(adapters: Collection[LoadedAdapter], products: float) -> bool:

@@ -319,7 +319,7 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
     adapters = {tenant.digest: tenant for tenant in requests}.values()
     rotated = {number for tenant in adapters for number, parts in tenant.parts.items() if parts.rotate}
     rotates_fused = any(model.modules[number].slices > 1 for number in rotated)
-    shares = bool(rotated) or any(parts.bases for tenant in adapters for parts in tenant.parts.values())
+    shares = any(parts.bases for tenant in adapters for parts in tenant.parts.values())
     kernels = [
         kernel
         for number, module in enumerate(model.modules)

@@ -108,14 +108,14 @@ def _telling(manager: Any) -> Any:
     """The class of managers, which now tell what they hold, and rehearse."""
     from sglang.srt.runtime_context import get_parallel
 
-    from scute_sglang.backend import DECODE_VARIANTS
+    from scute_patches.decode_cuda_graph_runner import DECODE_VARIANTS
 
     load, init_state = manager._load, manager.init_state
 
     def rehearsing(self: Any, *args: Any, **kwargs: Any) -> None:
         init_state(self, *args, **kwargs)
         self.lora_backend.rehearse(100, [None])
-        self.lora_backend.rehearse(20, DECODE_VARIANTS)
+        self.lora_backend.rehearse(20, list(DECODE_VARIANTS))
 
     def wrapper(self: Any, lora_ref: Any, read: Any) -> Any:
         before = _holds(self)

@@ -34,8 +34,9 @@ from scute_kernels.shared_shrink import kernel as shared_shrink  # noqa: E402
 from scute_kernels.shrink import kernel as shrink  # noqa: E402
 from scute_kernels.side_by_side import compile_kernels  # noqa: E402
 from scute_kernels.stream import empty  # noqa: E402
+from scute_patches.decode_cuda_graph_runner import DECODE_VARIANTS  # noqa: E402
 from scute_sglang import backend as backend_module  # noqa: E402
-from scute_sglang.backend import DECODE_VARIANTS, Batch, ScuteLoRABackend  # noqa: E402
+from scute_sglang.backend import Batch, ScuteLoRABackend  # noqa: E402
 from scute_sglang.layers import ScuteLayer, wrap  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
@@ -181,7 +182,7 @@ def test_all_kernels_are_compiled_before_the_graphs(
     """Those of the graphs side by side; and a prefill without a graph has none of its own, for which it would wait."""
     backend, layers = serving(dtype)
     backend.rehearse(MOST_PREFILL_ROWS, [None])
-    backend.rehearse(max(DECODE_ROWS), DECODE_VARIANTS)
+    backend.rehearse(max(DECODE_ROWS), list(DECODE_VARIANTS))
     rehearsed = set(wanted)
     assert {name.rpartition(".")[2] for name, _ in rehearsed} >= {"_shrink", "_expand_rows", "_expand_tiles"}
     with monkeypatch.context() as patch:

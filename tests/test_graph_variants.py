@@ -20,12 +20,6 @@ from sglang.srt.layers.linear import ReplicatedLinear  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 
 from scute_kernels.plan import MOST_DECODE_ROWS  # noqa: E402
-from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
-    OWN_VARIANT,
-    ROTATE_UNFUSED_VARIANT,
-    ROTATE_VARIANT,
-    SHARED_VARIANT,
-)
 from scute_sglang import backend as backend_module  # noqa: E402
 from scute_sglang.backend import (  # noqa: E402
     LONG_PREFILL,
@@ -294,12 +288,13 @@ def eager(backend: ScuteLoRABackend, slots: list[int], counts: list[int], beside
 @pytest.mark.parametrize(
     ("kinds", "variant"),
     [
-        (["lora", "wide lora"], OWN_VARIANT),
-        (["lora", "vera"], SHARED_VARIANT),
-        (["lora", "vera", "ia3"], ROTATE_UNFUSED_VARIANT),
-        (["ia3"], ROTATE_UNFUSED_VARIANT),
-        (["lora", "vera", "ia3", "oft", "oft of v"], ROTATE_VARIANT),
-        (["oft of v"], ROTATE_VARIANT),
+        (["lora", "wide lora"], "lora"),
+        (["lora", "vera"], "shared"),
+        (["lora", "vera", "ia3"], "shared-rotate"),
+        (["lora", "ia3"], "rotate"),
+        (["lora", "vera", "ia3", "oft", "oft of v"], "shared-rotate-fused"),
+        (["oft of v"], "rotate-fused"),
+        (["lora", "ia3", "oft"], "rotate-fused"),
     ],
 )
 @torch.no_grad()

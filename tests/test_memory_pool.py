@@ -18,12 +18,6 @@ from scute_patches import sgl_kernel  # the pool derives from a class of SGLang,
 
 sgl_kernel.install()
 
-from scute_patches.decode_cuda_graph_runner import (  # noqa: E402
-    OWN_VARIANT,
-    ROTATE_UNFUSED_VARIANT,
-    ROTATE_VARIANT,
-    SHARED_VARIANT,
-)
 from scute_sglang.backend import LONG_PREFILL, decode_variant, has_prefill_graph  # noqa: E402
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool  # noqa: E402
 from scute_sglang.packing import pack_adapter, pack_basis  # noqa: E402
@@ -158,10 +152,12 @@ def test_the_decode_graph_holds_what_a_batch_needs() -> None:
     shared = of_forms({1: NormalForm(IN, OUT, shared=SharedPair("basis-a", torch.randn(3), torch.randn(OUT)))}, layers)
     rotation = NormalForm(IN, OUT, rotation=Rotation(torch.randn(IN, 1, 1)))
     unfused, fused = of_forms({3: rotation}, layers), of_forms({2: rotation}, layers)
-    assert decode_variant([scaled]) == OWN_VARIANT
-    assert decode_variant([scaled, shared]) == SHARED_VARIANT
-    assert decode_variant([scaled, shared, unfused]) == ROTATE_UNFUSED_VARIANT
-    assert decode_variant([scaled, unfused, shared, fused]) == ROTATE_VARIANT
+    assert decode_variant([scaled]) == "lora"
+    assert decode_variant([scaled, shared]) == "shared"
+    assert decode_variant([scaled, shared, unfused]) == "shared-rotate"
+    assert decode_variant([scaled, unfused, shared, fused]) == "shared-rotate-fused"
+    assert decode_variant([scaled, unfused]) == "rotate"
+    assert decode_variant([fused, scaled]) == "rotate-fused"
 
 
 def test_prefills_that_replay_a_graph() -> None:

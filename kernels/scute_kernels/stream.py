@@ -9,13 +9,18 @@ import torch
 import triton
 
 
+def fork(side: torch.cuda.Stream) -> None:
+    """What is launched on ``side`` from now on waits for what the current stream holds so far, and for nothing that
+    comes to it later."""
+    side.wait_stream(torch.cuda.current_stream())
+
+
 @contextmanager
 def on_stream(side: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launches within go to ``side``, after what the current stream holds so far; ``None``: to the current stream."""
+    """Launches within go to ``side``; ``None``: to the current stream."""
     if side is None:
         yield
         return
-    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         yield
 

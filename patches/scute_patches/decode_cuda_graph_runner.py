@@ -2,9 +2,8 @@
 
 SGLang captures a decode graph with adapters and one without. Shared bases (VeRA) need launches of their own, and an
 input transform (OFT, a feed-forward (IA)3) changes what the base GEMM reads; a graph of batches without them should not
-pay for them. So SGLang's graph with adapters holds the own parts only; batches with a shared basis get a second one. A
-third one also transforms the inputs of layers of one projection (what (IA)3 does), and a fourth those of all layers:
-fused projections have inputs of their own then, and the base GEMM as many more rows.
+pay for them. So SGLang's graph with adapters holds the own parts only, and there is one more for each set of other
+operators, see ``DecodeVariant``.
 
 All graphs of a batch size must read the attention plan that a replay renews. FlashInfer's backend makes new wrappers,
 each with a plan of its own, at every capture, and renews the plan of the last: with two graphs or more, the others read
@@ -14,6 +13,7 @@ freed memory. So its wrappers are made once per batch size here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -25,11 +25,30 @@ from scute_patches.server_args import BACKEND
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
-# Labels under which graphs are captured and found again. OWN_VARIANT is SGLang's own label.
-OWN_VARIANT = "lora"
-SHARED_VARIANT = "shared"
-ROTATE_UNFUSED_VARIANT = "rotate-unfused"
-ROTATE_VARIANT = "rotate"
+@dataclass(frozen=True)
+class DecodeVariant:
+    """What a decode graph holds besides the operators of own parts.
+
+    ``shared``: those of shared bases. ``rotates``: the input transforms of layers of one projection, which is what
+    (IA)3 needs. ``rotates_fused``: those of all layers; each projection of a fused one has inputs of its own then, and
+    the base GEMM as many more rows.
+    """
+
+    shared: bool = False
+    rotates: bool = False
+    rotates_fused: bool = False
+
+
+OWN_VARIANT = "lora"  # SGLang's own label of the graph with adapters
+# By the labels under which the graphs are captured and found again.
+DECODE_VARIANTS = {
+    OWN_VARIANT: DecodeVariant(),
+    "shared": DecodeVariant(shared=True),
+    "rotate": DecodeVariant(rotates=True),
+    "shared-rotate": DecodeVariant(shared=True, rotates=True),
+    "rotate-fused": DecodeVariant(rotates=True, rotates_fused=True),
+    "shared-rotate-fused": DecodeVariant(shared=True, rotates=True, rotates_fused=True),
+}
 
 
 def _is_scute(runner) -> bool:
@@ -46,7 +65,7 @@ def install() -> None:
         share_attention_wrappers(self.model_runner.attn_backend, anew=variant_label != "nolora")
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
         if variant_label == OWN_VARIANT:
-            for label in (SHARED_VARIANT, ROTATE_UNFUSED_VARIANT, ROTATE_VARIANT):
+            for label in filter(lambda label: label != OWN_VARIANT, DECODE_VARIANTS):
                 with capture_lora_variant(label):
                     original(self, size, forward, stream_idx, label, attention_variant)
         return result
