@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import shrink_split, widest_block
+from scute_kernels.launch import LONG_ROWS, shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
@@ -215,6 +215,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     site_map: SiteMap
     pool: ScuteMemoryPool
     max_rank: int
+    _graph_rank: int  # of the scratch of own pairs in a graph that is captured; less in a rehearsal
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs) -> None:
         super().__init__(max_loras_per_batch, device)
@@ -227,7 +228,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool = site_map, pool
-        self.max_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
+        self.max_rank = self._graph_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Launch every kernel of the graphs, and of the eager forwards of a prefill, of up to so many rows, for base
         rows. ``variants``: of decode graphs; ``None`` for prefill.
 
-        Powers of two stand for all numbers of rows: what is compiled depends on the order of magnitude.
+        Powers of two stand for all numbers of rows: what is compiled depends on the order of magnitude, and on whether
+        they are ``LONG_ROWS``.
         """
         kinds = {
             (type(layer), layer.slice_offsets, layer.inputs, layer.in_features): layer for layer in self.site_map.layers
@@ -270,14 +272,18 @@ class ScuteLoRABackend(BaseLoRABackend):
                 decode = variant is not None
                 plans = self._fill([], [], self._plan_memory(rows, DECODE_WIDTH if decode else PREFILL_WIDTH))
                 self.batch_info = Batch(plans, [], [], {}, use_cuda_graph=True, is_prefill=not decode, beside=decode)
-                for some in {*(1 << power for power in range(rows.bit_length())), rows}:
+                sizes = {*(1 << power for power in range(rows.bit_length())), min(LONG_ROWS - 1, rows), rows}
+                # The scratch of an eager prefill may be narrower, on which the blocks of ranks of expand depend.
+                ranks = {self.max_rank, *(() if decode else (min(rank, self.max_rank) for rank in (128, 256)))}
+                for rank, some in product(ranks, sizes):
+                    self._graph_rank = rank
                     with model_capture_mode(), capture_lora_variant(variant):
                         for layer in kinds.values():
                             layer.rehearse(some)
             if None in variants:
                 self._rotate_nothing()
         finally:
-            self.batch_info = None
+            self.batch_info, self._graph_rank = None, self.max_rank
 
     def _rotate_nothing(self) -> None:
         """With tiles of prefill, which no graph holds: only eager prefills transform inputs."""
@@ -429,12 +435,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
         none = x.new_empty(0, dtype=torch.float32)
 
-        def scratch_rank(of_batch: int) -> int:
-            return self.max_rank if capturing else min(self.max_rank, of_batch)
+        own_rank = self._graph_rank if capturing else min(self.max_rank, batch.max_rank)
+        shared_rank = self.max_rank if capturing else min(self.max_rank, batch.max_shared_rank)
 
         if embedding:
             output = base(x)
-            v = x.new_empty((1, rows, 1, scratch_rank(batch.max_rank)), dtype=torch.float32)
+            v = x.new_empty((1, rows, 1, own_rank), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
             expand(output[None], v, none, *own_plan, site, slice_offsets)
             return output
@@ -443,7 +449,7 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         def scratch(operator: str, tile_rows: int, rank: int) -> torch.Tensor:
             split = shrink_split(operator, rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            return x.new_empty((split, rows, n_slices, scratch_rank(rank)), dtype=torch.float32)
+            return x.new_empty((split, rows, n_slices, rank), dtype=torch.float32)
 
         # What shared bases add would be as large as the vocabulary at the output head, in every graph, and as the
         # outputs of a prefill in an eager decode of as many rows.
@@ -451,11 +457,11 @@ class ScuteLoRABackend(BaseLoRABackend):
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
-        v = scratch("shrink", plans.own.tile_rows, batch.max_rank)  # read where there is a pair only
+        v = scratch("shrink", plans.own.tile_rows, own_rank)  # read where there is a pair only
         for stream in filter(None, (own_stream, shared_stream)):
             fork(stream)
         if shared:  # first, because this chain ends last
-            u = scratch("shared_shrink", plans.grouped.tile_rows, batch.max_shared_rank)
+            u = scratch("shared_shrink", plans.grouped.tile_rows, shared_rank)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)

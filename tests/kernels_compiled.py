@@ -46,7 +46,7 @@ from test_graph_variants import loaded  # noqa: E402
 CPU, SLOTS, RANK = torch.device("cpu"), 8, 256
 MODULES = ((512, (512, 128, 128)), (4096, (512,)), (512, (1536, 1000)), (16384, (512,)))  # qkv, o, gate and up, down
 SITES = [(features, width, module) for module, (features, widths) in enumerate(MODULES) for width in widths]
-KINDS = ("lora", "vera", "oft", "ia3")
+KINDS = ("lora", "lora 100", "lora 200", "vera", "oft", "ia3")
 # The numbers of rows for which SGLang captures graphs by default.
 PREFILL_ROWS = [4, 8, 12, 16, 20, 24, 28, 32, 48, 64, *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
 PREFILL_ROWS += [*range(1280, 4097, 256)]
@@ -86,6 +86,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(launch, "supports_pdl", lambda: True)
     monkeypatch.setattr(launch, "_compiles_for_nvidia", lambda: True)
+    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
     for module in (expand, rotate, route, shared_expand, shared_route, shared_shrink, shrink):
         name = module.__name__.split(".")[-2]
         monkeypatch.setattr(backend_module, name, getattr(module, name))
@@ -93,12 +94,15 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 
 def adapter(kind: str, dtype: torch.dtype) -> LoadedAdapter:
-    """On every site: LoRA, VeRA or OFT; (IA)3 on outputs of two and on inputs of the last."""
+    """On every site: LoRA of a rank, VeRA or OFT; (IA)3 on outputs of two and on inputs of the last."""
     forms = {}
     for site, (features, width, _) in enumerate(SITES):
         match kind:
-            case "lora":
-                forms[site] = NormalForm(features, width, pair=Pair(torch.ones(16, features), torch.ones(16, width)))
+            case "lora" | "lora 100" | "lora 200":
+                rank = int(kind.removeprefix("lora") or 16)
+                forms[site] = NormalForm(
+                    features, width, pair=Pair(torch.ones(rank, features), torch.ones(rank, width))
+                )
             case "vera":
                 forms[site] = NormalForm(features, width, shared=SharedPair("b", torch.ones(RANK), torch.ones(width)))
             case "oft":
@@ -193,7 +197,13 @@ def test_all_kernels_are_compiled_before_the_graphs(
                 capture(backend, layers, rows, variant, patch)
     assert not wanted - rehearsed
     for rows in (3, 50, 65, 214, 579, 2561, 8191):
-        for owners in (["ia3"], ["oft", None, "lora"], ["vera", "oft", "ia3", "lora", "oft", None, "oft"]):
+        for owners in (
+            ["ia3"],
+            ["oft", None, "lora"],
+            ["lora 100"],
+            ["lora", "lora 200"],
+            ["vera", "oft", "ia3", "lora", "oft", None, "oft"],
+        ):
             if rows >= len(owners):
                 eager(backend, layers, owners, rows)
         assert not wanted - rehearsed, rows

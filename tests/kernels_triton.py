@@ -38,7 +38,7 @@ from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
 from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shrink import kernel as shrink_kernel
-from scute_kernels.table import NO_MEMBER, SHARED_FIELDS
+from scute_kernels.table import NO_MEMBER, RANK, SHARED_FIELDS
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bit patterns of bf16 as integers, so bf16 needs a GPU.
@@ -154,6 +154,29 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
         ),
         case.to(DEVICE),
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("largest", "seed"), [(62, 64), (100, 106), (126, 126), (200, 203), (254, 263), (300, 301)])
+def test_large_ranks_of_a_prefill(largest: int, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside smaller ones; with blocks of ranks as for many rows, and as on a GPU with much shared memory."""
+    monkeypatch.setattr(launch, "LONG_ROWS", 1)
+    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+    case = make_case(
+        seed=seed,
+        dtype=dtype,
+        in_features=144,
+        widths=(80, 23),
+        methods=("lora", "dora", "lora", "lora"),
+        requests=[(0, 3), (1, 66), (-1, 2), (2, 1), (3, 7)],
+        spare_rows=0,
+        max_rank=largest,
+        split=1,
+        places=PREFILL_WIDTH,
+    )
+    ranks = case.table[..., RANK][case.table[..., RANK] > 0]
+    assert ranks.max() > 0.9 * largest and ranks.min() < 0.3 * largest
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

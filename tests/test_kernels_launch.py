@@ -62,6 +62,29 @@ def test_a_small_largest_rank_makes_small_blocks() -> None:
     assert wide[0] == wide[1]
 
 
+@pytest.mark.parametrize("kilobytes", [99, 163, 227])
+def test_blocks_of_ranks(kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs of prefill with 256 ranks are resident, or there are no such."""
+    monkeypatch.setattr(launch, "_shared_memory", lambda: kilobytes << 10)
+
+    def blocks(rank: int, rows: int, dtype: torch.dtype = torch.float16) -> tuple[int, ...]:
+        tile_rows = own_tile_rows(rows, PREFILL_WIDTH if rows > 256 else DECODE_WIDTH)
+        parameters = launch.expand(rows, tile_rows, dtype, rank)
+        ranks, stages = launch.rank_blocks(parameters, tile_rows, dtype, rank)
+        assert len(stages) == len(ranks) and list(ranks) == sorted(ranks)
+        for most, count in zip(ranks, stages, strict=True):
+            of_stage = parameters.block_out * dtype.itemsize * (most + tile_rows)
+            used = tile_rows * most * dtype.itemsize + count * of_stage
+            assert used <= SHARED_MEMORY or 2 * used <= kilobytes << 10
+        return ranks
+
+    large = (16, 64, 256) if kilobytes == 227 else (16, 64, 128)
+    assert [blocks(rank, 8192) for rank in (16, 48, 64, 128)] == [(16,), (16, 64), (16, 64, 128), (16, 64, 128)]
+    assert [blocks(rank, 8192) for rank in (144, 256, 272)] == [large, large, (16, 64, 128)]
+    assert blocks(256, 8192, torch.float32) == (16, 32)
+    assert blocks(256, 100) == (16,)
+
+
 def test_the_first_entry_that_is_for_the_batch() -> None:
     options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1}
     entries = [{"max_rows": most, "block_out": width, **options} for most, width in ((4, 32), (16, 64), (None, 128))]

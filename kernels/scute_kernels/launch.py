@@ -96,6 +96,7 @@ class SharedExpand:
 
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
+LONG_ROWS = 4096  # see longer
 # Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
 _COMMON_RANK = 256
 
@@ -150,6 +151,12 @@ def ways(parameters: Shrink, tile_rows: int, dtype: torch.dtype) -> int:
     return parameters.num_warps if tile_rows == DECODE_WIDTH and precision(dtype) == "half" else 1
 
 
+def longer(rows: int, tile_rows: int, dtype: torch.dtype) -> int:
+    """How many times longer the blocks of ranks of an adapter with more than 64 are, and half as wide: a tile of
+    prefill reads its inputs again for each block. Not of few rows, which make too few programs then."""
+    return 4 if tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half" else 1
+
+
 def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> int:
     """Programs that divide the blocks of ranks among them, no more than there can be. ``parts``: how often they are
     launched, for each slice and share of the features."""
@@ -181,6 +188,23 @@ def expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expa
     """``rows``: N of the batch. ``max_rank``: R of the scratch."""
     chosen = choose(_table()["expand"][precision(dtype)], rows, tile_rows, Expand)
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
+
+
+def rank_blocks(
+    parameters: Expand, tile_rows: int, dtype: torch.dtype, max_rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Blocks of ranks of ``expand`` for tiles of several rows, ascending, and the stages of each: a tile has the first
+    that holds its rank. The most common ranks have one of their own, so that they do not take the time of larger ones.
+
+    In prefill, ranks up to 128 have too, else a tile would read all of ``v`` again for each block of columns. The
+    shared memory of 256 ranks lets fewer programs be resident, whatever their rank, so these have one only if none is
+    larger and some may be (an eager prefill has a scratch no wider than it needs), and if two programs are resident.
+    """
+    stages = {16: parameters.num_stages, parameters.block_rank: parameters.num_stages}
+    if tile_rows > DECODE_WIDTH and precision(dtype) == "half" and max_rank >= 64:
+        needed = 256 * dtype.itemsize * (tile_rows + 2 * parameters.block_out)
+        stages[256 if 128 < max_rank <= 256 and 2 * needed <= _shared_memory() else 128] = 2
+    return tuple(stages), tuple(stages.values())
 
 
 @functools.lru_cache(1024)
@@ -221,6 +245,12 @@ def lookup(max_rank: int) -> Lookup:
 def supports_pdl() -> bool:
     """Whether a kernel can begin while the one before it ends (programmatic dependent launch): from Hopper on."""
     return _compiles_for_nvidia() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
+def _shared_memory() -> int:
+    """Bytes that a program may have, which is about what a multiprocessor has."""
+    return torch.cuda.get_device_properties().shared_memory_per_block_optin if _compiles_for_nvidia() else 0
 
 
 @functools.cache

@@ -32,9 +32,6 @@ from scute_kernels.device import (
     slice_of_block,
 )
 
-# The most common ranks have blocks of their own, so that they do not take the time of larger ones.
-SMALL_RANK = tl.constexpr(16)
-
 
 @triton.jit
 def _entry(
@@ -247,12 +244,15 @@ def _expand_tiles(
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    N_RANK_BLOCKS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     RUN: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Does ``RUN`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile."""
+    """Does ``RUN`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
+    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``; larger ranks go by blocks of ``BLOCK_RANK``."""
     slice_number, begin, width, first_column = slice_of_block(
         tl.program_id(0), SLICE_OFFSETS, N_SLICES, RUN * BLOCK_OUT
     )
@@ -273,57 +273,33 @@ def _expand_tiles(
             addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
             v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
-            if rank <= SMALL_RANK:
-                _columns(
-                    out_rows,
-                    h_rows,
-                    addend_rows,
-                    v_rows,
-                    b_ptr,
-                    arena_ptr,
-                    rank,
-                    scale,
-                    bias,
-                    shared,
-                    live,
-                    max_rank,
-                    plane_stride,
-                    width,
-                    first_column,
-                    last_column,
-                    SHARED,
-                    VECTOR,
-                    SPLIT,
-                    SMALL_RANK,
-                    BLOCK_OUT,
-                    STAGES,
-                )
-            elif rank <= BLOCK_RANK:
-                _columns(
-                    out_rows,
-                    h_rows,
-                    addend_rows,
-                    v_rows,
-                    b_ptr,
-                    arena_ptr,
-                    rank,
-                    scale,
-                    bias,
-                    shared,
-                    live,
-                    max_rank,
-                    plane_stride,
-                    width,
-                    first_column,
-                    last_column,
-                    SHARED,
-                    VECTOR,
-                    SPLIT,
-                    BLOCK_RANK,
-                    BLOCK_OUT,
-                    STAGES,
-                )
-            else:
+            for i in tl.static_range(N_RANK_BLOCKS):
+                if (rank <= RANK_BLOCKS[i]) & ((i == 0) | (rank > RANK_BLOCKS[i - 1])):
+                    _columns(
+                        out_rows,
+                        h_rows,
+                        addend_rows,
+                        v_rows,
+                        b_ptr,
+                        arena_ptr,
+                        rank,
+                        scale,
+                        bias,
+                        shared,
+                        live,
+                        max_rank,
+                        plane_stride,
+                        width,
+                        first_column,
+                        last_column,
+                        SHARED,
+                        VECTOR,
+                        SPLIT,
+                        RANK_BLOCKS[i],
+                        BLOCK_OUT,
+                        STAGES[i],
+                    )
+            if rank > RANK_BLOCKS[N_RANK_BLOCKS - 1]:
                 for column in range(first_column, last_column, BLOCK_OUT):
                     n = column + tl.arange(0, BLOCK_OUT)
                     n_live = n < width
@@ -408,6 +384,7 @@ def expand(
         )
         return
     column_blocks = launch.column_blocks(slice_offsets, parameters.run * parameters.block_out)
+    rank_blocks, stages = launch.rank_blocks(parameters, tile_rows, arena.dtype, max_rank)
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         v,
@@ -433,10 +410,12 @@ def expand(
         SPLIT=split,
         WIDTH=width,
         ROWS=tile_rows,
+        RANK_BLOCKS=rank_blocks,
+        STAGES=stages,
+        N_RANK_BLOCKS=len(rank_blocks),
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
         RUN=parameters.run,
-        STAGES=parameters.num_stages,
         num_warps=parameters.num_warps,
         num_stages=1,  # of the loop over ranks: each stage would hold every plane of v
         **launch.few_registers(parameters.num_warps),

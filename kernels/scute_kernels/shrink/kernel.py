@@ -27,6 +27,9 @@ from scute_kernels.device import (
     rows_of_tile,
 )
 
+# Larger ranks have blocks of their own in prefill, see launch.longer.
+LONG_RANK = tl.constexpr(64)
+
 
 @triton.jit
 def _piece_of_tiles(piece, tiles, blocks, ends):
@@ -34,6 +37,47 @@ def _piece_of_tiles(piece, tiles, blocks, ends):
     their running sum."""
     tile = tl.sum((ends <= piece).to(tl.int32), axis=0)
     return tile, piece - tl.sum(tl.where(tiles == tile, ends - blocks, 0), axis=0)
+
+
+@triton.jit
+def _rows_product(
+    x_ptr,
+    a_ptr,
+    out_ptr,
+    rows,
+    block,
+    rank,
+    x_stride,
+    in_features,
+    row_stride,
+    first_feature,
+    last_feature,
+    ROWS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Of a tile and a block of ranks. ``out_ptr``: the slice in the plane of this share of the features."""
+    r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    live = rows >= 0
+    total = features_product(
+        x_ptr + rows[:, None] * x_stride,
+        a_ptr,
+        in_features,
+        r,
+        rank,
+        live,
+        first_feature,
+        last_feature,
+        ROWS,
+        BLOCK_RANK,
+        BLOCK_IN,
+        STAGES,
+        WAYS,
+    )
+    out_rows = out_ptr + rows[:, None] * row_stride
+    tl.store(out_rows + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "split"])
@@ -58,9 +102,11 @@ def _shrink(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    LONGER: tl.constexpr,
     STAGES: tl.constexpr,
     WAYS: tl.constexpr,
 ):
+    """``LONGER``: see ``launch.longer``."""
     slice_number = tl.program_id(0) // split
     share = tl.program_id(0) % split
     first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
@@ -68,7 +114,8 @@ def _shrink(
 
     tiles = tl.arange(0, TILES)
     ranks = tl.load(routes_ptr + (tiles.to(tl.int64) * sites + site) * FIELDS + RANK, mask=tiles < n_tiles, other=0)
-    blocks = tl.cdiv(tl.maximum(ranks, 0), BLOCK_RANK).to(tl.int32)
+    of_tile = tl.where(ranks > LONG_RANK, LONGER * BLOCK_RANK, BLOCK_RANK)
+    blocks = tl.cdiv(tl.maximum(ranks, 0), of_tile).to(tl.int32)
     ends = tl.cumsum(blocks, axis=0)
 
     for pair in range(tl.program_id(1), tl.sum(blocks, axis=0), tl.num_programs(1)):
@@ -76,9 +123,9 @@ def _shrink(
         entry = routes_ptr + (tile.to(tl.int64) * sites + site) * FIELDS
         rank = tl.load(entry + RANK).to(tl.int32)
         a_ptr = arena_ptr + known_multiple(tl.load(entry + A), VECTOR)
-        r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
         out_ptr = v_ptr + share.to(tl.int64) * plane_stride + slice_number * slice_stride
         if ROWS == 1:
+            r = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
             row = tl.load(tiles_ptr + tile * WIDTH).to(tl.int64)
             x_row = x_ptr + row * x_stride
             a_rows = a_ptr + r[:, None].to(tl.int64) * in_features
@@ -92,24 +139,44 @@ def _shrink(
             tl.store(out_ptr + row * row_stride + r, product, mask=r < rank)
         else:
             rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-            live = rows >= 0
-            total = features_product(
-                x_ptr + rows[:, None] * x_stride,
-                a_ptr,
-                in_features,
-                r,
-                rank,
-                live,
-                first_feature,
-                last_feature,
-                ROWS,
-                BLOCK_RANK,
-                BLOCK_IN,
-                STAGES,
-                WAYS,
-            )
-            out_rows = out_ptr + rows[:, None] * row_stride
-            tl.store(out_rows + r[None, :], total, mask=live[:, None] & (r < rank)[None, :])
+            if (LONGER > 1) & (rank > LONG_RANK):
+                _rows_product(
+                    x_ptr,
+                    a_ptr,
+                    out_ptr,
+                    rows,
+                    block,
+                    rank,
+                    x_stride,
+                    in_features,
+                    row_stride,
+                    first_feature,
+                    last_feature,
+                    ROWS,
+                    LONGER * BLOCK_RANK,
+                    BLOCK_IN // 2,
+                    STAGES,
+                    WAYS,
+                )
+            else:
+                _rows_product(
+                    x_ptr,
+                    a_ptr,
+                    out_ptr,
+                    rows,
+                    block,
+                    rank,
+                    x_stride,
+                    in_features,
+                    row_stride,
+                    first_feature,
+                    last_feature,
+                    ROWS,
+                    BLOCK_RANK,
+                    BLOCK_IN,
+                    STAGES,
+                    WAYS,
+                )
 
 
 def shrink(
@@ -148,6 +215,7 @@ def shrink(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
+        LONGER=launch.longer(rows, tile_rows, arena.dtype),
         STAGES=parameters.num_stages,
         WAYS=launch.ways(parameters, tile_rows, arena.dtype),
         num_warps=parameters.num_warps,
