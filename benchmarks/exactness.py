@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python benchmarks/exactness.py --attention triton --out benchmarks/results/h200
 
-Writes a random base model of Llama-3.1-8B's shapes (fp16, 16 GB; ``--layers`` for less) and eleven adapters made by
+Writes a random base model of Llama-3.1-8B's shapes (fp16, 16 GB; ``--layers`` for less) and fifteen adapters made by
 PEFT itself into ``--work``, starts the real server, and compares log-probabilities of
 prompt and generated tokens with PEFT's unmerged forward in fp32 on the same GPU. Passes if for every adapter the mean
 error is at most 1.5 % of the adapter's own effect, and the largest error at most twice that of the plain LoRAs, and if
@@ -41,6 +41,7 @@ LARGEST = 2.0  # times the largest error of a plain LoRA: two draws of the same 
 RECIPES: dict[str, Recipe] = {
     "lora_r16": Recipe(lora(r=16, lora_alpha=16), 1),
     "lora_r64_rs": Recipe(lora(r=64, use_rslora=True, lora_alpha=8), 2),
+    "lora_r200": Recipe(lora(r=200, lora_alpha=50), 15),
     "lora_r5": Recipe(lora(r=5, lora_alpha=5, target_modules=["q_proj", "v_proj", "down_proj"]), 3),
     "dora_r16": Recipe(lora(r=16, lora_alpha=16, use_dora=True), 4),
     "dora_r8": Recipe(lora(r=8, lora_alpha=8, use_dora=True, target_modules=["k_proj", "o_proj", "up_proj"]), 5),
@@ -140,7 +141,7 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> tuple[d
     arguments = [
         *("--dtype", "float16", "--attention-backend", attention, "--sampling-backend", "pytorch"),
         *("--mem-fraction-static", "0.35", "--cuda-graph-max-bs-decode", "32", "--max-running-requests", "64"),
-        *("--max-loras-per-batch", "12", "--scute-adapter-memory", "8GiB"),
+        *("--max-loras-per-batch", "13", "--scute-adapter-memory", "8GiB"),
     ]
     everything: list[str | None] = [None, *RECIPES]
     started = time.monotonic()
@@ -153,9 +154,13 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> tuple[d
             "after 300 decode steps": scenario(server, everything, 300, seed=2),
             "two adapters": scenario(server, ["dora_r16", "lora_r16"], 8, seed=3),
             "one adapter": scenario(server, ["vera_r256"], 8, seed=4),
+            # Every other set of operators that a decode graph has.
             "no fused rotation": scenario(
                 server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5
             ),
+            "no basis": scenario(server, [None, "lora_r200", "dora_r16", "ia3", "oft_32", "oft_64_cayley"], 8, seed=11),
+            "no basis, no fused rotation": scenario(server, [None, "lora_r5", "dora_r8", "ia3", "ia3_all"], 8, seed=12),
+            "no rotation": scenario(server, [None, "lora_r16", "lora_r200", "vera_r256"], 8, seed=13),
             # Prefills of more rows of each adapter than a tile has.
             "long prompts": scenario(server, everything, 4, seed=10, shortest=300),
             "more requests than slots": scenario(server, [*everything, *everything, None, None], 8, seed=6),
