@@ -139,7 +139,7 @@ def _shrink(
             tl.store(out_ptr + row * row_stride + r, product, mask=r < rank)
         else:
             rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-            if (LONGER > 1) & (rank > LONG_RANK):
+            if LONGER > 1 and rank > LONG_RANK:
                 _rows_product(
                     x_ptr,
                     a_ptr,
