@@ -18,8 +18,11 @@ The order is that of a server. In decode ``shared_shrink`` runs on a second stre
 it where there is a shared basis; ``expand`` waits for all and adds it. In prefill there is one stream, and
 ``shared_expand`` adds to ``h`` after ``expand``.
 
-Stages, each of which begins with the best of the one before: ``floor``, an empty kernel per launch, and a chain of
-dependent loads from memory, per load; then for each number of rows ``expand``, ``early`` (programmatic dependent
+An input transform (``rotate``) comes before the base GEMM, which then has rows of its own for each slice of a module.
+
+Stages: ``floor``, an empty kernel per launch, and a chain of dependent loads from memory, per load; ``mix``, batches of
+several methods with the parameters of the checked-in table, which nothing is tuned for. Then those that begin with the
+best of the one before, for each number of rows ``expand``, ``early`` (programmatic dependent
 launch), ``tiles``, ``shrink``, ``share``, ``grid``, candidates on batches, of shared bases in decode those of
 ``shared_shrink`` first; ``final``, the best: all, ``us_shrink`` without what follows the base GEMM, ``us_expand``
 without what does not wait for it, and a copy that moves as many bytes.
@@ -43,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -55,13 +58,16 @@ import triton.language as tl
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import FEW_ROWS, MOST_DECODE_ROWS
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, MOST_DECODE_ROWS, own_tile_rows
+from scute_kernels.rotate import kernel as rotate_kernel
+from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_expand import reference as shared_expand_reference
 from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shared_shrink import reference as shared_shrink_reference
 from scute_kernels.shrink import kernel as shrink_kernel
 from scute_kernels.shrink import reference as shrink_reference
+from scute_kernels.side_by_side import compile_kernels
 from scute_kernels.stream import empty, fork, give_way, on_stream
 from shapes import MODELS, ModelShape, Module
 from sites import DEVICE, INTERPRETED, Method, Sites
@@ -217,6 +223,16 @@ class Batch:
         """Whether an adapter has a shared basis."""
         return any(method.basis_rank for method in self.slots)
 
+    def rotates(self, module: Module) -> bool:
+        """Whether its graph transforms the inputs of a module: of all, if an adapter rotates by blocks; if they only
+        scale inputs, of those of one projection."""
+        blocks = {method.block for method in self.slots} - {0}
+        return bool(blocks) and (blocks != {1} or len(module.widths) == 1)
+
+
+# Of feed-forward (IA)3, whose input scale is at down_proj only, see TunedSites.
+FEED_FORWARD, OFT = Method("(IA)3 with down", scale=True, block=1), Method("OFT b32", block=32)
+
 
 def distinct(name: str, methods: Sequence[Method]) -> Batch:
     return Batch(name, tuple(methods), tuple(range(len(methods))))
@@ -272,6 +288,14 @@ BATCHES = {
 }
 Entry = tuple[str, int]
 
+MIXES = (
+    distinct("16: LoRA DoRA (IA)3 OFT", [R16, DORA, FEED_FORWARD, OFT] * 4),
+    distinct("20: LoRA DoRA (IA)3 VeRA OFT", [R16, DORA, FEED_FORWARD, VERA, OFT] * 4),
+    distinct("64: (IA)3 with down, VeRA", [FEED_FORWARD] * 32 + [VERA] * 32),
+    distinct("4 OFT", [OFT] * 4),
+    distinct("64 OFT", [OFT] * 64),
+)
+
 
 # --- one batch in one model ------------------------------------------------------------------------------------------
 
@@ -290,9 +314,13 @@ class TunedSites(Sites):
     nothing of it and, in decode, runs beside it. ``max_rank``: R of the scratch."""
 
     def __init__(self, module: Module, batch: Batch, dtype: torch.dtype, layers: int, max_rank: int) -> None:
+        at_down = module.name == "down_proj"
+        self.methods = [
+            replace(method, block=0) if method.block == 1 and not at_down else method for method in batch.slots
+        ]
         super().__init__(
             module,
-            methods=batch.slots,
+            methods=self.methods,
             slots=batch.rows,
             counts=[1 for _ in batch.rows],
             layers=layers,
@@ -302,15 +330,20 @@ class TunedSites(Sites):
         )
         self.batch, self.dtype, self.layers, self.max_rank = batch, dtype, layers, max_rank
         self.beside = batch.shares and batch.decode
+        self.inputs: torch.Tensor | None = None  # of each slice, if the graph transforms them
+        if batch.rotates(module):
+            self.inputs = torch.empty(self.n_slices, *self.x.shape, dtype=dtype, device=DEVICE)
+            self.h = self.h.expand(self.n_slices, -1, -1).clone()
 
     def bytes(self) -> int:
         """Of the adapters of one layer, each once; activations are small beside them."""
         elements, width = 0, self.offsets[-1]
         for slot in set(self.batch.rows):
-            method = self.batch.slots[slot]
+            method = self.methods[slot]
+            elements += self.n_slices * self.module.in_features * method.block
             elements += method.rank * (self.n_slices * self.module.in_features + width) + width * method.scale
             elements += (method.basis_rank * self.n_slices + width) if method.basis_rank else 0
-        basis = max(self.batch.slots[slot].basis_rank for slot in self.batch.rows)
+        basis = max(self.methods[slot].basis_rank for slot in self.batch.rows)
         return (elements + basis * (self.module.in_features + max(self.module.widths))) * self.dtype.itemsize
 
     def scratch(self, setting: Setting) -> Scratch:
@@ -328,6 +361,14 @@ class TunedSites(Sites):
     def _addend(self) -> torch.Tensor:
         return torch.empty((self.n_rows, self.offsets[-1]) if self.beside else 0, device=DEVICE)
 
+    def base(self, h: torch.Tensor, layer: int, weight: torch.Tensor) -> None:
+        """The base GEMM, after the input transform. ``weight``: ``(out, in)``."""
+        x = self.x
+        if self.inputs is not None:
+            rotate_kernel.rotate(x, *self.rotated, layer * self.n_slices, self.inputs)
+            x = self.inputs.flatten(0, 1)
+        torch.mm(x, weight.t(), out=h.flatten(0, 1))
+
     def own_before(self, layer: int, scratch: Scratch, setting: Setting) -> None:
         shrink_kernel.shrink(self.x, *self.own, layer * self.n_slices, scratch.v, setting.shrink)
 
@@ -339,7 +380,7 @@ class TunedSites(Sites):
             self._shared_expand(scratch.addend, layer, scratch, setting, add=False)
 
     def after(self, h: torch.Tensor, layer: int, scratch: Scratch, setting: Setting) -> None:
-        """``h``: ``(1, N, out)``, the output of the base layer."""
+        """``h``: the output of the base layer, ``(1, N, out)``, or for the inputs of each slice."""
         site = layer * self.n_slices
         expand_kernel.expand(h, scratch.v, scratch.addend, *self.own, site, self.offsets, setting.expand)
         if self.batch.shares and not self.beside:
@@ -376,6 +417,13 @@ class TunedSites(Sites):
         if self.batch.shares:
             self.shared_before(layer, scratch, setting)
         self.after(h, layer, scratch, setting)
+        if self.inputs is not None:
+            rotated, transform = torch.empty_like(self.inputs), (*self.rotated, layer * self.n_slices)
+            rotate_kernel.rotate(self.x, *transform, self.inputs)
+            rotate_reference.rotate(self.x, *transform, rotated)
+            error = (self.inputs - rotated).float().abs().max().item()
+            if not error <= torch.finfo(self.dtype).eps * rotated.float().abs().max().item():
+                return f"the inputs are off by {error:.3g} at {self.module.name}"
         v, u, expected = self.expected
         for name, planes, wanted in (("v", scratch.v, v), ("u", scratch.u, u)):
             # fp32 sums in another order, some 1e-6 of the terms; a feature too few shows in the second digit
@@ -419,47 +467,45 @@ class Step:
         return next(filter(None, (sites.wrong(setting) for sites in self.modules)), None)
 
     def added(self, setting: Setting, before: bool = True, after: bool = True) -> float:
-        """Seconds that the adapters add to a layer, in prefill of their kernels alone; without what is before or after
-        the base layer, on request."""
+        """Seconds that the adapters add to a layer, in prefill of their kernels alone; on request without what is
+        before or after the base layer, but for input transforms."""
         seconds = self._seconds(setting, before, after)
         return seconds - self._seconds(setting, before=False, after=False) if self.batch.decode else seconds
 
     def _seconds(self, setting: Setting, before: bool, after: bool) -> float:
         scratch = [sites.scratch(setting) for sites in self.modules]
+        return seconds(lambda: self.run(setting, scratch, before, after)) / self.layers
+
+    def run(self, setting: Setting, scratch: Sequence[Scratch], before: bool, after: bool) -> None:
+        """``scratch``: of each module. With nothing before or after the base layer there are no input transforms."""
         own_side = shared_side = None
         if before and self.batch.decode and not INTERPRETED:
             own_side, shared_side = side_streams()
         sides = list(filter(None, (own_side, shared_side if self.batch.shares else None)))
-        own_last = own_side is not None and self.batch.shares
-
-        def run() -> None:
-            for layer in range(self.layers):
-                for number, (sites, h) in enumerate(zip(self.modules, self.outputs, strict=True)):
-
-                    def own_before(sites: TunedSites = sites, number: int = number, layer: int = layer) -> None:
-                        with on_stream(own_side):
-                            sites.own_before(layer, scratch[number], setting)
-
-                    for side in sides:
-                        fork(side)
-                    if before and self.batch.shares:
-                        with on_stream(shared_side):
-                            sites.shared_before(layer, scratch[number], setting)
-                    if before and not own_last:
+        for layer in range(self.layers):
+            for number, (sites, h, of_module) in enumerate(zip(self.modules, self.outputs, scratch, strict=True)):
+                own_last = own_side is not None and (self.batch.shares or sites.inputs is not None)
+                for side in sides:
+                    fork(side)
+                if before and self.batch.shares:
+                    with on_stream(shared_side):
+                        sites.shared_before(layer, of_module, setting)
+                if before and not own_last:
+                    with on_stream(own_side):
                         if own_side is not None:
-                            with on_stream(own_side):
-                                give_way(h)
-                        own_before()
-                    if self.batch.decode:
-                        torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
-                    if own_last:
-                        own_before()
-                    for side in sides:
-                        torch.cuda.current_stream().wait_stream(side)
-                    if after:
-                        sites.after(h, layer, scratch[number], setting)
-
-        return seconds(run) / self.layers
+                            give_way(h)
+                        sites.own_before(layer, of_module, setting)
+                if self.batch.decode and (before or after):
+                    sites.base(h, layer, self.weights.of(number, layer))
+                elif self.batch.decode:
+                    torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
+                if own_last:
+                    with on_stream(own_side):
+                        sites.own_before(layer, of_module, setting)
+                for side in sides:
+                    torch.cuda.current_stream().wait_stream(side)
+                if after:
+                    sites.after(h, layer, of_module, setting)
 
     def copy_seconds(self) -> float:
         """Per layer, of a copy of as many bytes at every module: half of them read, half written."""
@@ -700,6 +746,46 @@ def _compile(job: tuple[argparse.Namespace, int, bool, Setting]) -> None:
     torch.cuda.synchronize()
 
 
+def setting_of(batch: Batch, dtype: torch.dtype, max_rank: int) -> Setting:
+    """As the checked-in table has it for a decode of this batch."""
+    rows, width = len(batch.rows), DECODE_WIDTH
+    of_own, of_shared = (rows, own_tile_rows(rows, width), dtype, max_rank), (rows, width, dtype, max_rank)
+    return Setting(
+        launch.shrink("shrink", *of_own),
+        launch.expand(*of_own),
+        launch.shrink("shared_shrink", *of_shared),
+        launch.shared_expand(*of_shared),
+    )
+
+
+def mixes(bench: Bench, weights: Weights) -> None:
+    """Times of batches of several methods."""
+    arguments = bench.arguments
+    for batch in MIXES:
+        bench.check_deadline()
+        tried = small(batch) if arguments.smoke else batch
+        step = Step(bench.model, tried, bench.dtype, arguments.layers, weights)
+        setting = setting_of(tried, bench.dtype, step.modules[0].max_rank)
+        if not INTERPRETED:
+            scratch = [sites.scratch(setting) for sites in step.modules]
+            compile_kernels(partial(step.run, setting, scratch, before=True, after=True))
+        if problem := step.wrong(setting):
+            bench.record("mix", "as checked in", batch=batch.name, error=problem)
+            continue
+        bench.record("mix", "as checked in", batch=batch.name, **times_of(step, setting))
+
+
+def times_of(step: Step, setting: Setting) -> dict[str, float]:
+    """Microseconds per layer, and bytes, as columns."""
+    return {
+        "us": step.added(setting) * 1e6,
+        "us_shrink": step.added(setting, after=False) * 1e6,
+        "us_expand": step.added(setting, before=False) * 1e6,
+        "us_by_copy": step.copy_seconds() * 1e6,
+        "bytes": step.bytes(),
+    }
+
+
 def write_table(bench: Bench, chosen: dict[Entry, Setting]) -> None:
     """The checked-in table with the entries that were decided replaced."""
     new = json.loads(launch.TABLE.read_text())
@@ -735,6 +821,7 @@ def run(bench: Bench) -> None:
         compile_all(arguments)
         bench.record("compile", f"in {arguments.workers} processes")
     weights = Weights(bench.model, bench.dtype, arguments.layers)
+    mixes(bench, weights)
     chosen: dict[Entry, Setting] = {}
     own: Setting | None = None  # the best for own parts, which the batches of shared bases have beside them
     for (kind, most), batches in BATCHES.items():
@@ -753,11 +840,7 @@ def run(bench: Bench) -> None:
                     "final",
                     f"{kind}, prefill" if most == ANY else f"{kind}, at most {most} rows",
                     batch=step.batch.name,
-                    us=step.added(setting) * 1e6,
-                    us_shrink=step.added(setting, after=False) * 1e6,
-                    us_expand=step.added(setting, before=False) * 1e6,
-                    us_by_copy=step.copy_seconds() * 1e6,
-                    bytes=step.bytes(),
+                    **times_of(step, setting),
                 )
         finally:
             write_table(bench, chosen)
