@@ -154,15 +154,15 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> tuple[d
             "after 300 decode steps": scenario(server, everything, 300, seed=2),
             "two adapters": scenario(server, ["dora_r16", "lora_r16"], 8, seed=3),
             "one adapter": scenario(server, ["vera_r256"], 8, seed=4),
-            # Every other set of operators that a decode graph has.
+            # Other sets of operators that a decode graph has.
             "no fused rotation": scenario(
                 server, [None, "lora_r64_rs", "dora_r8", "ia3_all", "vera_r256_b"], 8, seed=5
             ),
             "no basis": scenario(server, [None, "lora_r200", "dora_r16", "ia3", "oft_32", "oft_64_cayley"], 8, seed=11),
             "no basis, no fused rotation": scenario(server, [None, "lora_r5", "dora_r8", "ia3", "ia3_all"], 8, seed=12),
             "no rotation": scenario(server, [None, "lora_r16", "lora_r200", "vera_r256"], 8, seed=13),
-            # Prefills of more rows of each adapter than a tile has.
-            "long prompts": scenario(server, everything, 4, seed=10, shortest=300),
+            # Prefills of more rows of each adapter than a tile has, and of LONG_ROWS together, without the first too.
+            "long prompts": scenario(server, everything, 4, seed=10, shortest=400),
             "more requests than slots": scenario(server, [*everything, *everything, None, None], 8, seed=6),
         }
         for name in LATER:  # one slot is free: the others are taken from older adapters

@@ -11,7 +11,8 @@ A CUDA graph holds one call per layer, each with parts of its own, so what a cal
 last replay whenever the parts of all layers exceed it. (In serving it always has: the base weights pass through between
 two calls.) Times are medians of replays, per call, and include the gap between two launches of a graph. Activations and
 scratch are shared by the calls, hence warm, as they are in serving. Plans and scratch are as a server makes them: the
-scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch. In decode
+scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch, but no
+narrower than a block of ranks. In decode
 ``shared_expand`` writes an fp32 ``addend``, beside the base layer in a server, and ``expand`` adds it; otherwise it
 adds to ``h`` itself. Before it is timed, the result of each operator is compared with its reference. ``route`` and
 ``shared_route``, which run once per forward, and ``lookup`` are not measured.
@@ -266,8 +267,9 @@ class MeasuredSites(Sites):
         # The kernels of a decode graph have scratch for any pair; an eager prefill has it if there is one.
         decode = batch.phase == DECODE
         max_rank = min(MAX_RANK, module.in_features)  # less in the smoke test only
-        self.v = self._scratch("shrink", max_rank if decode else method.rank)
-        self.u = self._scratch("shared_shrink", max_rank if decode else method.basis_rank)
+        self.v = self._scratch("shrink", max_rank if decode else _eager_rank(method.rank, "shrink", "expand"))
+        eager = _eager_rank(method.basis_rank, "shared_shrink", "shared_expand")
+        self.u = self._scratch("shared_shrink", max_rank if decode else eager)
         self.addend = torch.randn((batch.rows, self.offsets[-1]) if case.beside else 0, device=DEVICE)
 
     def _scratch(self, shrink: str, max_rank: int) -> torch.Tensor:
@@ -343,6 +345,11 @@ class MeasuredSites(Sites):
         self.addend.mul_(0.01)
 
 
+def _eager_rank(rank: int, *operators: str) -> int:
+    """R of the scratch of an eager prefill."""
+    return max(launch.widest_block(*operators), triton.next_power_of_2(rank))
+
+
 def seconds(call: Callable[[int], object], layers: int) -> float:
     """Median time of one call, in a CUDA graph that holds one call per layer."""
     if INTERPRETED:
@@ -387,12 +394,12 @@ class Copies:
 
 
 def measured_copies() -> Copies:
-    """Each call has memory of its own, as those of the operators have. Not copies themselves: the engine that may do
-    these is slower than the multiprocessors."""
+    """From memory to memory: each call has some of its own, and together they have more than any L2 cache. Not copies
+    themselves: the engine that may do these is slower than the multiprocessors."""
     sizes = [1 << power for power in (range(12, 20) if INTERPRETED else range(19, 31))]
     taken = []
     for moved in sizes:
-        calls = max(4, min(MOST_LAYERS, COLD_BYTES // moved))
+        calls = max(4, (1 << 22 if INTERPRETED else COLD_BYTES) // moved)
         source = torch.zeros(calls, moved // 8, dtype=torch.int32, device=DEVICE)
         target = torch.empty_like(source)
 

@@ -26,7 +26,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import LONG_ROWS, shrink_split, widest_block
+from scute_kernels.launch import LONG_ROWS, scratch_ranks, shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
@@ -123,6 +123,7 @@ class Batch:
     ``use_cuda_graph``: SGLang reads them.
     ``beside``: whether what does not depend on the base layer is computed beside it: in decode, where the base layer
     waits for memory; in prefill it leaves no multiprocessor idle.
+    ``scratch_rank``: in a rehearsal, of the scratch of own pairs; ``None``: that of a graph.
     ``transformed``: of an eager prefill, by the slots of adapters that transform inputs at a layer.
     What an eager forward needs is worked out when its first layer asks; a replayed decode graph never does.
     """
@@ -134,6 +135,7 @@ class Batch:
     use_cuda_graph: bool
     is_prefill: bool
     beside: bool
+    scratch_rank: int | None = None
     transformed: dict[frozenset[int], Transformed] = field(default_factory=dict)
 
     @cached_property
@@ -172,7 +174,7 @@ class Batch:
     @cached_property
     def max_rank(self) -> int:
         """At least the rank of every own pair, and of a block of ranks: of an eager forward's scratch. So its kernels
-        are those of the graphs, which are compiled when the server starts."""
+        are those that ``rehearse`` has compiled."""
         return max([OWN_BLOCK, *(next_power_of_2(adapter.max_rank) for adapter in self.adapters.values())])
 
     @cached_property
@@ -215,7 +217,6 @@ class ScuteLoRABackend(BaseLoRABackend):
     site_map: SiteMap
     pool: ScuteMemoryPool
     max_rank: int
-    _graph_rank: int  # of the scratch of own pairs in a graph that is captured; less in a rehearsal
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs) -> None:
         super().__init__(max_loras_per_batch, device)
@@ -228,7 +229,7 @@ class ScuteLoRABackend(BaseLoRABackend):
     def attach(self, site_map: SiteMap, pool: ScuteMemoryPool, max_rank: int) -> None:
         """Called once by the manager, before the first batch. ``max_rank``: of any low-rank pair."""
         self.site_map, self.pool = site_map, pool
-        self.max_rank = self._graph_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
+        self.max_rank = -(-max_rank // 16) * 16  # by which Triton compiles strides
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -271,19 +272,17 @@ class ScuteLoRABackend(BaseLoRABackend):
             for variant in variants:
                 decode = variant is not None
                 plans = self._fill([], [], self._plan_memory(rows, DECODE_WIDTH if decode else PREFILL_WIDTH))
-                self.batch_info = Batch(plans, [], [], {}, use_cuda_graph=True, is_prefill=not decode, beside=decode)
                 sizes = {*(1 << power for power in range(rows.bit_length())), min(LONG_ROWS - 1, rows), rows}
-                # The scratch of an eager prefill may be narrower, on which the blocks of ranks of expand depend.
-                ranks = {self.max_rank, *(() if decode else (min(rank, self.max_rank) for rank in (128, 256)))}
-                for rank, some in product(ranks, sizes):
-                    self._graph_rank = rank
+                # Eager prefills may have a narrower scratch.
+                for rank, some in product([self.max_rank] if decode else scratch_ranks(self.max_rank), sizes):
+                    self.batch_info = Batch(plans, [], [], {}, True, not decode, decode, rank)
                     with model_capture_mode(), capture_lora_variant(variant):
                         for layer in kinds.values():
                             layer.rehearse(some)
             if None in variants:
                 self._rotate_nothing()
         finally:
-            self.batch_info, self._graph_rank = None, self.max_rank
+            self.batch_info = None
 
     def _rotate_nothing(self) -> None:
         """With tiles of prefill, which no graph holds: only eager prefills transform inputs."""
@@ -435,7 +434,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
         none = x.new_empty(0, dtype=torch.float32)
 
-        own_rank = self._graph_rank if capturing else min(self.max_rank, batch.max_rank)
+        own_rank = (batch.scratch_rank or self.max_rank) if capturing else min(self.max_rank, batch.max_rank)
         shared_rank = self.max_rank if capturing else min(self.max_rank, batch.max_shared_rank)
 
         if embedding:
@@ -458,11 +457,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
         v = scratch("shrink", plans.own.tile_rows, own_rank)  # read where there is a pair only
+        if shared:
+            u = scratch("shared_shrink", plans.grouped.tile_rows, shared_rank)
+            addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
         for stream in filter(None, (own_stream, shared_stream)):
             fork(stream)
         if shared:  # first, because this chain ends last
-            u = scratch("shared_shrink", plans.grouped.tile_rows, shared_rank)
-            addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:

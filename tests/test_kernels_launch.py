@@ -31,8 +31,11 @@ def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, d
     if tile_rows > 1:
         part = shrink.block_in // launch.ways(shrink, tile_rows, dtype)
         assert part >= 16  # features that a tensor core multiplies
-        buffers = shrink.num_stages * (tile_rows + shrink.block_rank) * shrink.block_in * dtype.itemsize
-        assert buffers <= SHARED_MEMORY
+        long = launch.long_block(shrink, rows, tile_rows, dtype)
+        assert kind or (long == (128, 64)) == (rows >= 4096 and width == PREFILL_WIDTH and dtype != torch.float32)
+        for of_ranks, of_features in ((shrink.block_rank, shrink.block_in), long):
+            buffers = shrink.num_stages * (tile_rows + of_ranks) * of_features * dtype.itemsize
+            assert buffers <= SHARED_MEMORY
         # A stage holds b, and of the rows e and h; or h, and in decode the addend.
         of_rows = 2 * dtype.itemsize if kind else dtype.itemsize + (4 if tile_rows == DECODE_WIDTH else 0)
         stage = expand.block_out * (expand.block_rank * dtype.itemsize + tile_rows * of_rows)
@@ -83,6 +86,29 @@ def test_blocks_of_ranks(kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [blocks(rank, 8192) for rank in (144, 256, 272)] == [large, large, (16, 64, 128)]
     assert blocks(256, 8192, torch.float32) == (16, 32)
     assert blocks(256, 100) == (16,)
+
+
+@pytest.mark.parametrize("block_rank", [16, 32, 64, 128, 256])
+def test_blocks_of_ranks_are_ascending(block_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the table has: a tile has the first that holds its rank, and larger ranks go beyond the last."""
+    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+    parameters = dataclasses.replace(launch.expand(8192, 64, torch.float16, 1024), block_rank=block_rank)
+    for rank in (64, 128, 256, 1024):
+        ranks, stages = launch.rank_blocks(parameters, PREFILL_WIDTH, torch.float16, rank)
+        assert list(ranks) == sorted({16, block_rank, *ranks})
+        assert stages[ranks.index(block_rank)] == parameters.num_stages
+
+
+@pytest.mark.parametrize("max_rank", [*range(16, 400, 16), 512, 1024])
+def test_a_rehearsal_meets_all_blocks_of_ranks(max_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+
+    def blocks(rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return launch.rank_blocks(launch.expand(8192, 64, torch.float16, rank), PREFILL_WIDTH, torch.float16, rank)
+
+    rehearsed = {blocks(rank) for rank in launch.scratch_ranks(max_rank)}
+    least = launch.widest_block("shrink", "expand")
+    assert {blocks(min(max_rank, max(least, 1 << power))) for power in range(11)} <= rehearsed
 
 
 def test_the_first_entry_that_is_for_the_batch() -> None:

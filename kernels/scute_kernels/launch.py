@@ -96,7 +96,7 @@ class SharedExpand:
 
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
-LONG_ROWS = 4096  # see longer
+LONG_RANK, LONG_ROWS = 64, 4096  # see long_block
 # Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
 _COMMON_RANK = 256
 
@@ -151,10 +151,12 @@ def ways(parameters: Shrink, tile_rows: int, dtype: torch.dtype) -> int:
     return parameters.num_warps if tile_rows == DECODE_WIDTH and precision(dtype) == "half" else 1
 
 
-def longer(rows: int, tile_rows: int, dtype: torch.dtype) -> int:
-    """How many times longer the blocks of ranks of an adapter with more than 64 are, and half as wide: a tile of
-    prefill reads its inputs again for each block. Not of few rows, which make too few programs then."""
-    return 4 if tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half" else 1
+def long_block(parameters: Shrink, rows: int, tile_rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Block of ranks, and of features, for the pairs of ``shrink`` of more than ``LONG_RANK`` ranks: a tile of prefill
+    reads its inputs again for each block. That of the others, if the rows are too few to make enough programs then."""
+    if tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half":
+        return 128, 64
+    return parameters.block_rank, parameters.block_in
 
 
 def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> int:
@@ -202,9 +204,17 @@ def rank_blocks(
     """
     stages = {16: parameters.num_stages, parameters.block_rank: parameters.num_stages}
     if tile_rows > DECODE_WIDTH and precision(dtype) == "half" and max_rank >= 64:
-        needed = 256 * dtype.itemsize * (tile_rows + 2 * parameters.block_out)
-        stages[256 if 128 < max_rank <= 256 and 2 * needed <= _shared_memory() else 128] = 2
-    return tuple(stages), tuple(stages.values())
+        columns = 2 * parameters.block_out
+        needed = dtype.itemsize * (256 * (tile_rows + columns) + tile_rows * columns)
+        largest = 256 if 128 < max_rank <= 256 and 2 * needed <= _shared_memory() else 128
+        if largest > parameters.block_rank:
+            stages[largest] = 2
+    return tuple(sorted(stages)), tuple(stages[ranks] for ranks in sorted(stages))
+
+
+def scratch_ranks(max_rank: int) -> set[int]:
+    """Ranks of scratches for which ``rank_blocks`` may differ, up to ``max_rank``."""
+    return {min(rank, max_rank) for rank in (128, 256, max_rank)}
 
 
 @functools.lru_cache(1024)

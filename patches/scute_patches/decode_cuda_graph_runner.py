@@ -65,9 +65,10 @@ def install() -> None:
         share_attention_wrappers(self.model_runner.attn_backend, anew=variant_label != "nolora")
         result = original(self, size, forward, stream_idx, variant_label, attention_variant)
         if variant_label == OWN_VARIANT:
-            for label in filter(lambda label: label != OWN_VARIANT, DECODE_VARIANTS):
-                with capture_lora_variant(label):
-                    original(self, size, forward, stream_idx, label, attention_variant)
+            for label in DECODE_VARIANTS:
+                if label != OWN_VARIANT:
+                    with capture_lora_variant(label):
+                        original(self, size, forward, stream_idx, label, attention_variant)
         return result
 
     def resolve_lora_variant(label: str | None, self, forward_batch) -> str | None:

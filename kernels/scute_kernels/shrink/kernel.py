@@ -27,8 +27,7 @@ from scute_kernels.device import (
     rows_of_tile,
 )
 
-# Larger ranks have blocks of their own in prefill, see launch.longer.
-LONG_RANK = tl.constexpr(64)
+LONG_RANK = tl.constexpr(launch.LONG_RANK)
 
 
 @triton.jit
@@ -102,11 +101,12 @@ def _shrink(
     ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    LONGER: tl.constexpr,
+    LONG_BLOCK_RANK: tl.constexpr,
+    LONG_BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """``LONGER``: see ``launch.longer``."""
+    """``LONG_BLOCK_RANK``, ``LONG_BLOCK_IN``: see ``launch.long_block``."""
     slice_number = tl.program_id(0) // split
     share = tl.program_id(0) % split
     first_feature, last_feature = features_of_share(share, split, in_features, BLOCK_IN)
@@ -114,7 +114,7 @@ def _shrink(
 
     tiles = tl.arange(0, TILES)
     ranks = tl.load(routes_ptr + (tiles.to(tl.int64) * sites + site) * FIELDS + RANK, mask=tiles < n_tiles, other=0)
-    of_tile = tl.where(ranks > LONG_RANK, LONGER * BLOCK_RANK, BLOCK_RANK)
+    of_tile = tl.where(ranks > LONG_RANK, LONG_BLOCK_RANK, BLOCK_RANK)
     blocks = tl.cdiv(tl.maximum(ranks, 0), of_tile).to(tl.int32)
     ends = tl.cumsum(blocks, axis=0)
 
@@ -139,7 +139,7 @@ def _shrink(
             tl.store(out_ptr + row * row_stride + r, product, mask=r < rank)
         else:
             rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
-            if LONGER > 1 and rank > LONG_RANK:
+            if LONG_BLOCK_RANK != BLOCK_RANK and rank > LONG_RANK:
                 _rows_product(
                     x_ptr,
                     a_ptr,
@@ -153,8 +153,8 @@ def _shrink(
                     first_feature,
                     last_feature,
                     ROWS,
-                    LONGER * BLOCK_RANK,
-                    BLOCK_IN // 2,
+                    LONG_BLOCK_RANK,
+                    LONG_BLOCK_IN,
                     STAGES,
                     WAYS,
                 )
@@ -194,6 +194,7 @@ def shrink(
     parameters = parameters or launch.shrink("shrink", rows, tile_rows, arena.dtype, max_rank)
     _, n_tiles, width = tiles.shape
     programs = launch.shrink_programs(parameters, n_tiles, n_slices * split, max_rank)
+    long_rank, long_in = launch.long_block(parameters, rows, tile_rows, arena.dtype)
     _shrink[(n_slices * split, programs)](
         x,
         tiles,
@@ -215,7 +216,8 @@ def shrink(
         ROWS=tile_rows,
         BLOCK_RANK=parameters.block_rank,
         BLOCK_IN=parameters.block_in,
-        LONGER=launch.longer(rows, tile_rows, arena.dtype),
+        LONG_BLOCK_RANK=long_rank,
+        LONG_BLOCK_IN=long_in,
         STAGES=parameters.num_stages,
         WAYS=launch.ways(parameters, tile_rows, arena.dtype),
         num_warps=parameters.num_warps,
