@@ -119,8 +119,8 @@ class Transformed:
 class Batch:
     """The current forward, as SGLang's wrapper layers and runners see it (``BaseLoRABackend.batch_info``).
 
-    ``slots``, ``counts``: of each request, and its rows. ``adapters``: by slot. ``has_active_lora``, ``is_prefill``,
-    ``use_cuda_graph``: SGLang reads them.
+    ``slots``, ``counts``: of each request, and its rows. ``adapters``: by slot, of those that have rows.
+    ``has_active_lora``, ``is_prefill``, ``use_cuda_graph``: SGLang reads them.
     ``beside``: whether what does not depend on the base layer is computed beside it: in decode, where the base layer
     waits for memory; in prefill it leaves no multiprocessor idle.
     ``scratch_rank``: in a rehearsal, of the scratch of own pairs; ``None``: that of a graph.
@@ -317,11 +317,12 @@ class ScuteLoRABackend(BaseLoRABackend):
             plans = self._fill(slots, counts, self._prefill_memory)
         else:
             plans = self._eager_plans(slots, counts, mode.is_decode())
+        with_rows = {slot for slot, count in zip(slots, counts, strict=True) if count}
         self.batch_info = Batch(
             plans=plans,
             slots=slots,
             counts=counts,
-            adapters={slot: self.pool.resident(slot) for slot in set(slots) if slot >= 0},
+            adapters={slot: self.pool.resident(slot) for slot in with_rows if slot >= 0},
             use_cuda_graph=decode_graph or prefill_graph,
             is_prefill=mode.is_extend() and not mode.is_cuda_graph(),
             beside=mode.is_decode(),

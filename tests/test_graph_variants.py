@@ -153,6 +153,24 @@ def test_the_output_head_has_rows_of_its_own() -> None:
     torch.testing.assert_close(output, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_prefill_in_which_an_adapter_has_no_row() -> None:
+    torch.manual_seed(0)
+    forms = {kind: forms_of(kind) for kind in ("lora", "oft")}
+    backend, layers = serving(forms)
+    owners, counts = ["oft", "lora", None], [0, 3, 2]
+    slots = [-1 if owner is None else backend.pool.get_buffer_id(owner) for owner in owners]
+    none = torch.empty(0)
+    batch = ForwardBatch(ForwardMode.EXTEND, len(owners), none, none, none, none, sum(counts), lora_ids=owners)
+    batch.extend_seq_lens_cpu = counts
+    backend.prepare(batch, slots, decode_graph=False, prefill_graph=False)
+    for wrapper in layers:
+        x = torch.randn(sum(counts), IN)
+        expected = [dense(wrapper, forms["lora"] if row < 3 else {}, x[row]) for row in range(len(x))]
+        found = backend.adapted(wrapper, x, wrapper.base_linear, None)
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-4)
+
+
 def test_which_prefills_replay_a_graph() -> None:
     """As SGLang asks the manager, for a batch on one of two ranks: not those that transform inputs, and not long ones,
     unless they are of base requests alone."""
