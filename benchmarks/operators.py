@@ -12,10 +12,10 @@ last replay whenever the parts of all layers exceed it. (In serving it always ha
 two calls.) Times are medians of replays, per call, and include the gap between two launches of a graph. Activations and
 scratch are shared by the calls, hence warm, as they are in serving. Plans and scratch are as a server makes them: the
 scratch of decode is as wide as the largest rank that may come, that of prefill as the largest of the batch, but no
-narrower than a block of ranks. In decode
-``shared_expand`` writes an fp32 ``addend``, beside the base layer in a server, and ``expand`` adds it; otherwise it
-adds to ``h`` itself. Before it is timed, the result of each operator is compared with its reference. ``route`` and
-``shared_route``, which run once per forward, and ``lookup`` are not measured.
+narrower than a block of ranks. In decode ``shared_expand`` writes an fp32 ``addend``, beside the base layer in a
+server, and ``expand`` adds it; otherwise it adds to ``h`` itself. Before it is timed, the result of each operator is
+compared with its reference. ``route`` and ``shared_route``, which run once per forward, and ``lookup`` are not
+measured.
 
 Bytes: everything that a kernel must move, once. Parts of every adapter, activations in and out, the planes of the
 scratch, ``addend``. Rows of ``h`` that have no part at a slice need not be touched. Plans, routes and tables are not

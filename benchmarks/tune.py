@@ -15,8 +15,8 @@ scratch is as wide as the largest rank that may come. Figures are microseconds p
 
 The order is that of a server. In decode ``shared_shrink`` runs on a second stream beside the base GEMM, then
 ``shared_expand``, which writes an ``addend``; on a third ``shrink``, which gives way to the base GEMM, or comes after
-it where there is a shared basis; ``expand`` waits for all and adds it. In prefill there is one stream, and
-``shared_expand`` adds to ``h`` after ``expand``.
+it where there is a shared basis or an input transform; ``expand`` waits for all and adds it. In prefill there is one
+stream, and ``shared_expand`` adds to ``h`` after ``expand``.
 
 An input transform (``rotate``) comes before the base GEMM, which then has rows of its own for each slice of a module.
 
@@ -333,7 +333,7 @@ class TunedSites(Sites):
         self.inputs: torch.Tensor | None = None  # of each slice, if the graph transforms them
         if batch.rotates(module):
             self.inputs = torch.empty(self.n_slices, *self.x.shape, dtype=dtype, device=DEVICE)
-            self.h = self.h.expand(self.n_slices, -1, -1).clone()
+            self.h = torch.randn(self.n_slices, *self.h.shape[1:], dtype=dtype, device=DEVICE)
 
     def bytes(self) -> int:
         """Of the adapters of one layer, each once; activations are small beside them."""
@@ -361,13 +361,13 @@ class TunedSites(Sites):
     def _addend(self) -> torch.Tensor:
         return torch.empty((self.n_rows, self.offsets[-1]) if self.beside else 0, device=DEVICE)
 
-    def base(self, h: torch.Tensor, layer: int, weight: torch.Tensor) -> None:
-        """The base GEMM, after the input transform. ``weight``: ``(out, in)``."""
+    def base(self, h: torch.Tensor, layer: int, weight: torch.Tensor, transform: bool) -> None:
+        """The base GEMM; ``transform``: after the input transform, if there is one. ``weight``: ``(out, in)``."""
         x = self.x
-        if self.inputs is not None:
+        if transform and self.inputs is not None:
             rotate_kernel.rotate(x, *self.rotated, layer * self.n_slices, self.inputs)
             x = self.inputs.flatten(0, 1)
-        torch.mm(x, weight.t(), out=h.flatten(0, 1))
+        torch.mm(x, weight.t(), out=h.flatten(0, 1)[: len(x)])
 
     def own_before(self, layer: int, scratch: Scratch, setting: Setting) -> None:
         shrink_kernel.shrink(self.x, *self.own, layer * self.n_slices, scratch.v, setting.shrink)
@@ -495,10 +495,8 @@ class Step:
                         if own_side is not None:
                             give_way(h)
                         sites.own_before(layer, of_module, setting)
-                if self.batch.decode and (before or after):
-                    sites.base(h, layer, self.weights.of(number, layer))
-                elif self.batch.decode:
-                    torch.mm(sites.x, self.weights.of(number, layer).t(), out=h[0])
+                if self.batch.decode:
+                    sites.base(h, layer, self.weights.of(number, layer), transform=before or after)
                 if own_last:
                     with on_stream(own_side):
                         sites.own_before(layer, of_module, setting)

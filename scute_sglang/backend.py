@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -235,7 +235,7 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def init_decode_cuda_graph_batch_info(self, max_bs_in_cuda_graph: int, num_tokens_per_req: int) -> None:
         self._decode_memory = self._static_memory(max_bs_in_cuda_graph * num_tokens_per_req, DECODE_WIDTH)
-        self.compile(self._decode_memory.rows, list(DECODE_VARIANTS))
+        self.compile(self._decode_memory.rows, DECODE_VARIANTS)
 
     def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int, max_num_requests: int | None = None) -> None:
         self.prefill_cuda_graph_max_tokens = max_num_tokens
@@ -248,7 +248,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         self._fill([], [], memory)
         return memory
 
-    def compile(self, rows: int, variants: Sequence[str | None]) -> None:
+    def compile(self, rows: int, variants: Collection[str | None]) -> None:
         """Have all that ``rehearse`` launches compiled, and loaded by the device: while serving, a request would wait
         for a kernel, or there might be no memory left for it."""
         if self.device.type != "cuda":
@@ -258,7 +258,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         self.rehearse(rows, variants)
         logger.info("%d kernels are ready after %.1f s", count, time.monotonic() - began)
 
-    def rehearse(self, rows: int, variants: Sequence[str | None]) -> None:
+    def rehearse(self, rows: int, variants: Collection[str | None]) -> None:
         """Launch every kernel of the graphs, and of the eager forwards of a prefill, of up to so many rows, for base
         rows. ``variants``: of decode graphs; ``None`` for prefill.
 
@@ -274,11 +274,18 @@ class ScuteLoRABackend(BaseLoRABackend):
                 plans = self._fill([], [], self._plan_memory(rows, DECODE_WIDTH if decode else PREFILL_WIDTH))
                 sizes = {*(1 << power for power in range(rows.bit_length())), min(LONG_ROWS - 1, rows), rows}
                 # Eager prefills may have a narrower scratch.
-                for rank, some in product([self.max_rank] if decode else scratch_ranks(self.max_rank), sizes):
-                    self.batch_info = Batch(plans, [], [], {}, True, not decode, decode, rank)
-                    with model_capture_mode(), capture_lora_variant(variant):
-                        for layer in kinds.values():
-                            layer.rehearse(some)
+                for rank in [self.max_rank] if decode else scratch_ranks(self.max_rank):
+                    self.batch_info = Batch(
+                        *(plans, [], [], {}),
+                        use_cuda_graph=True,
+                        is_prefill=not decode,
+                        beside=decode,
+                        scratch_rank=rank,
+                    )
+                    for some in sizes:
+                        with model_capture_mode(), capture_lora_variant(variant):
+                            for layer in kinds.values():
+                                layer.rehearse(some)
             if None in variants:
                 self._rotate_nothing()
         finally:
@@ -461,33 +468,31 @@ class ScuteLoRABackend(BaseLoRABackend):
         if shared:
             u = scratch("shared_shrink", plans.grouped.tile_rows, shared_rank)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
-        for stream in filter(None, (own_stream, shared_stream)):
-            fork(stream)
+        sides = [stream for stream in (own_stream, shared_stream) if stream is not None]
+        for side in sides:
+            fork(side)
         if shared:  # first, because this chain ends last
             with on_stream(shared_stream):
                 shared_shrink(real, *grouped_plan, site, u)
                 if apart:
                     shared_expand(addend, u, *grouped_plan, site, slice_offsets, add=False)
-
-        def shrink_own() -> None:
-            with on_stream(own_stream):
-                shrink(real, *own_plan, site, v)
-
         # Kernels of a graph that are ready at once begin in the order of their capture, and the base GEMM takes all
         # registers of a multiprocessor, so it waits for what began before it, and that for it. With nothing else
-        # beside, a little later is best; else last.
-        own_last = capturing and own_stream is not None and (shared or rotates)
+        # beside, a little later is best; else last. An eager forward is bound by its launches.
+        ordered = capturing and own_stream is not None
+        own_last = ordered and (shared or rotates)
         if own_pairs and not own_last:
-            if own_stream is not None and capturing:  # an eager forward is bound by its launches
-                with on_stream(own_stream):
+            with on_stream(own_stream):
+                if ordered:
                     give_way(v)
-            shrink_own()
+                shrink(real, *own_plan, site, v)
         whole = capturing or batch.beside or pruned is not None
         h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
         if own_last:
-            shrink_own()
-        for stream in filter(None, (own_stream, shared_stream)):
-            torch.cuda.current_stream().wait_stream(stream)
+            with on_stream(own_stream):
+                shrink(real, *own_plan, site, v)
+        for side in sides:
+            torch.cuda.current_stream().wait_stream(side)
         adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
         if capturing or index in batch.own or addend.numel() or h.shape[0] > 1:
             expand(adapted, v, addend, *own_plan, site, slice_offsets)

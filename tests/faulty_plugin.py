@@ -115,7 +115,7 @@ def _telling(manager: Any) -> Any:
     def rehearsing(self: Any, *args: Any, **kwargs: Any) -> None:
         init_state(self, *args, **kwargs)
         self.lora_backend.rehearse(100, [None])
-        self.lora_backend.rehearse(20, list(DECODE_VARIANTS))
+        self.lora_backend.rehearse(20, DECODE_VARIANTS)
 
     def wrapper(self: Any, lora_ref: Any, read: Any) -> Any:
         before = _holds(self)

@@ -186,7 +186,7 @@ def test_all_kernels_are_compiled_before_the_graphs(
     """Those of the graphs side by side; and a prefill without a graph has none of its own, for which it would wait."""
     backend, layers = serving(dtype)
     backend.rehearse(MOST_PREFILL_ROWS, [None])
-    backend.rehearse(max(DECODE_ROWS), list(DECODE_VARIANTS))
+    backend.rehearse(max(DECODE_ROWS), DECODE_VARIANTS)
     rehearsed = set(wanted)
     assert {name.rpartition(".")[2] for name, _ in rehearsed} >= {"_shrink", "_expand_rows", "_expand_tiles"}
     with monkeypatch.context() as patch:

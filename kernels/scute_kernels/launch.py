@@ -209,7 +209,8 @@ def rank_blocks(
         largest = 256 if 128 < max_rank <= 256 and 2 * needed <= _shared_memory() else 128
         if largest > parameters.block_rank:
             stages[largest] = 2
-    return tuple(sorted(stages)), tuple(stages[ranks] for ranks in sorted(stages))
+    ranks, counts = zip(*sorted(stages.items()), strict=True)
+    return ranks, counts
 
 
 def scratch_ranks(max_rank: int) -> set[int]:
