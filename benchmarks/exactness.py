@@ -160,6 +160,8 @@ def run_server(base: Path, adapters: Path, attention: str, log: Path) -> tuple[d
             ),
             "no basis": scenario(server, [None, "lora_r200", "dora_r16", "ia3", "oft_32", "oft_64_cayley"], 8, seed=11),
             "no basis, no fused rotation": scenario(server, [None, "lora_r5", "dora_r8", "ia3", "ia3_all"], 8, seed=12),
+            "mostly fused rotations": scenario(server, ["oft_32", "vera_r256", "oft_64_cayley"], 8, seed=14),
+            "mostly fused rotations, no basis": scenario(server, ["oft_32", "lora_r16", "oft_64_cayley"], 8, seed=15),
             "no rotation": scenario(server, [None, "lora_r16", "lora_r200", "vera_r256"], 8, seed=13),
             # Prefills of more rows of each adapter than a tile has, and of LONG_ROWS together, without the first too.
             "long prompts": scenario(server, everything, 4, seed=10, shortest=400),

@@ -177,7 +177,7 @@ class Case:
 
     @property
     def wide(self) -> bool:
-        """Whether ``h`` has a block for the inputs of each slice, from which ``expand`` takes its columns."""
+        """Whether ``h`` has further rows, from which ``expand`` takes its columns."""
         return self.batch.phase == DECODE and self.block > 0 and self.n_slices > 1
 
     @property
@@ -263,7 +263,7 @@ class MeasuredSites(Sites):
             basis_per_layer=True,  # or the second layer would find it in the L2 cache
         )
         if case.wide:
-            self.h = torch.randn(self.n_slices, *self.h.shape[1:], dtype=case.dtype, device=DEVICE)
+            self.h = torch.randn(self.n_slices * batch.rows, self.offsets[-1], dtype=case.dtype, device=DEVICE)
         # The kernels of a decode graph have scratch for any pair; an eager prefill has it if there is one.
         decode = batch.phase == DECODE
         max_rank = min(MAX_RANK, module.in_features)  # less in the smoke test only
@@ -279,7 +279,7 @@ class MeasuredSites(Sites):
 
     @cached_property
     def transformed(self) -> torch.Tensor:
-        return torch.empty(self.n_slices, *self.x.shape, dtype=self.x.dtype, device=DEVICE)
+        return torch.empty(self.n_slices * len(self.x), self.x.shape[1], dtype=self.x.dtype, device=DEVICE)
 
     def output(self, operator: str) -> torch.Tensor:
         """What ``operator`` writes."""
@@ -291,14 +291,14 @@ class MeasuredSites(Sites):
             case "shared_shrink":
                 return self.u
             case "shared_expand":
-                return self.addend if self.case.beside else self.h[0]
+                return self.addend if self.case.beside else self.h[: self.case.batch.rows]
         return self.h
 
     def arguments(self, operator: str, layer: int, out: torch.Tensor) -> tuple[Any, ...]:
         site = layer * self.n_slices
         match operator:
             case "rotate":
-                return self.x, *self.rotated, site, out
+                return self.x, *self.rotated, site, self.n_slices, out
             case "shrink":
                 return self.x, *self.own, site, out
             case "shared_shrink":
@@ -323,7 +323,9 @@ class MeasuredSites(Sites):
             allowed = 1e-4 * wanted.abs().max()
         else:
             got, wanted = (out.float() for out in results)
-            before = self.output(operator).float() if in_place else self.x.float() if operator == "rotate" else 0.0
+            before = self.output(operator).float() if in_place else 0.0
+            if operator == "rotate":
+                before = self.x.float().repeat(self.n_slices, 1)
             # v and u are rounded before they meet b, the result once more
             allowed = torch.finfo(self.case.dtype).eps * (wanted.abs() + 4 * (wanted - before).abs().max())
         excess = ((got - wanted).abs() - allowed).max().item()

@@ -42,9 +42,10 @@ class Sites:
     ``own``: ``(tiles, routes, tile_rows, arena)`` of the own plan, which has all rows with an adapter.
     ``grouped``: ``(tiles, routes, leading, arena, table)`` of the grouped plan, which has the rows with a shared basis
     or a rotation. Rows with the shared basis share tiles, those with a diagonal too, a rotation has its own.
-    ``rotated``: ``(row_slot, tiles, arena, table)`` of the grouped plan, for ``rotate``.
+    ``rotated``: ``(row_slot, further, tiles, arena, table)`` of the grouped plan, for ``rotate``. ``n_further``: how
+    many rows have further rows.
 
-    ``x``: ``(N, in)``. ``h``: ``(1, N, out)``. ``offsets``: of the slices in ``h``, from 0 to ``out``.
+    ``x``: ``(N, in)``. ``h``: ``(N, out)``. ``offsets``: of the slices in ``h``, from 0 to ``out``.
     """
 
     def __init__(
@@ -67,21 +68,23 @@ class Sites:
 
         width = tile_width(self.n_rows, decode=True)
         tile_rows = own_tile_rows(self.n_rows, width)
-        own = self._plan(slots, counts, [-1 for _ in methods], set(), tile_rows, table.FIELDS)
+        transforming = [slot for slot, method in enumerate(methods) if method.block]
+        self.n_further = sum(count for slot, count in zip(slots, counts, strict=True) if slot in transforming)
+        own = self._plan(slots, counts, [-1 for _ in methods], set(), transforming, tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
         has_work = [method.basis_rank > 0 or method.block > 0 for method in methods]
         grouped_slots = [slot if slot >= 0 and has_work[slot] else -1 for slot in slots]
         groups = [-1 if method.block > 1 else int(method.basis_rank > 0) for method in methods]
         leaders = {slot for slot, method in enumerate(methods) if method.basis_rank > 0}
-        grouped = self._plan(grouped_slots, counts, groups, leaders, width, shared_fields(width))
+        grouped = self._plan(grouped_slots, counts, groups, leaders, transforming, width, shared_fields(width))
         tables = (self.table, self.bases, self.origins)
         shared_route_kernel.shared_route(grouped.tiles, grouped.leading, grouped.routes, *tables)
         self.own = (own.tiles, own.routes, tile_rows, self.arena)
         self.grouped = (grouped.tiles, grouped.routes, grouped.leading, self.arena, self.table)
-        self.rotated = (grouped.row_slot, grouped.tiles, self.arena, self.table)
+        self.rotated = (grouped.row_slot, grouped.further, grouped.tiles, self.arena, self.table)
 
         self.x = torch.randn(self.n_rows, module.in_features, dtype=dtype, device=DEVICE)
-        self.h = torch.randn(1, self.n_rows, self.offsets[-1], dtype=dtype, device=DEVICE)
+        self.h = torch.randn(self.n_rows, self.offsets[-1], dtype=dtype, device=DEVICE)
 
     def _plan(
         self,
@@ -89,12 +92,13 @@ class Sites:
         counts: Sequence[int],
         groups: Sequence[int],
         leaders: Collection[int],
+        transforming: Collection[int],
         tile_rows: int,
         fields: int,
     ) -> BatchPlan:
         """As ``build_plan`` makes it; its ``routes``, of ``fields`` fields, are not written yet."""
         rows, width = self.n_rows, tile_width(self.n_rows, decode=True)
-        packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders).to(DEVICE)
+        packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, transforming).to(DEVICE)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
         return view_plan(packed, rows, width, routes)
 

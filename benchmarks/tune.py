@@ -58,7 +58,7 @@ import triton.language as tl
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, MOST_DECODE_ROWS, own_tile_rows
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, MOST_DECODE_ROWS, few_further, own_tile_rows
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
@@ -330,10 +330,13 @@ class TunedSites(Sites):
         )
         self.batch, self.dtype, self.layers, self.max_rank = batch, dtype, layers, max_rank
         self.beside = batch.shares and batch.decode
-        self.inputs: torch.Tensor | None = None  # of each slice, if the graph transforms them
+        self.inputs: torch.Tensor | None = None  # of all slices, if the graph transforms them
         if batch.rotates(module):
-            self.inputs = torch.empty(self.n_slices, *self.x.shape, dtype=dtype, device=DEVICE)
-            self.h = torch.randn(self.n_slices, *self.h.shape[1:], dtype=dtype, device=DEVICE)
+            few = few_further(self.n_rows)
+            n_further = few if self.n_further <= few else self.n_rows  # as a graph has room for
+            with_further = self.n_rows + (self.n_slices - 1) * n_further
+            self.inputs = torch.empty(with_further, module.in_features, dtype=dtype, device=DEVICE)
+            self.h = torch.randn(with_further, self.offsets[-1], dtype=dtype, device=DEVICE)
 
     def bytes(self) -> int:
         """Of the adapters of one layer, each once; activations are small beside them."""
@@ -365,9 +368,9 @@ class TunedSites(Sites):
         """The base GEMM; ``transform``: after the input transform, if there is one. ``weight``: ``(out, in)``."""
         x = self.x
         if transform and self.inputs is not None:
-            rotate_kernel.rotate(x, *self.rotated, layer * self.n_slices, self.inputs)
-            x = self.inputs.flatten(0, 1)
-        torch.mm(x, weight.t(), out=h.flatten(0, 1)[: len(x)])
+            rotate_kernel.rotate(x, *self.rotated, layer * self.n_slices, self.n_slices, self.inputs)
+            x = self.inputs
+        torch.mm(x, weight.t(), out=h[: len(x)])
 
     def own_before(self, layer: int, scratch: Scratch, setting: Setting) -> None:
         shrink_kernel.shrink(self.x, *self.own, layer * self.n_slices, scratch.v, setting.shrink)
@@ -380,11 +383,11 @@ class TunedSites(Sites):
             self._shared_expand(scratch.addend, layer, scratch, setting, add=False)
 
     def after(self, h: torch.Tensor, layer: int, scratch: Scratch, setting: Setting) -> None:
-        """``h``: the output of the base layer, ``(1, N, out)``, or for the inputs of each slice."""
+        """``h``: the output of the base layer, ``(N, out)``, or with further rows."""
         site = layer * self.n_slices
         expand_kernel.expand(h, scratch.v, scratch.addend, *self.own, site, self.offsets, setting.expand)
         if self.batch.shares and not self.beside:
-            self._shared_expand(h[0], layer, scratch, setting, add=True)
+            self._shared_expand(h[: self.n_rows], layer, scratch, setting, add=True)
 
     def _shared_expand(self, out: torch.Tensor, layer: int, scratch: Scratch, setting: Setting, add: bool) -> None:
         shared_expand_kernel.shared_expand(
@@ -405,7 +408,7 @@ class TunedSites(Sites):
             shared_expand_reference.shared_expand(addend, u, *self.grouped, site, self.offsets, add=False)
         expand_reference.expand(h, v, addend, *self.own, site, self.offsets)
         if self.batch.shares and not self.beside:
-            shared_expand_reference.shared_expand(h[0], u, *self.grouped, site, self.offsets, add=True)
+            shared_expand_reference.shared_expand(h[: self.n_rows], u, *self.grouped, site, self.offsets, add=True)
         return v[0], u[0], h
 
     def wrong(self, setting: Setting) -> str | None:
@@ -418,7 +421,8 @@ class TunedSites(Sites):
             self.shared_before(layer, scratch, setting)
         self.after(h, layer, scratch, setting)
         if self.inputs is not None:
-            rotated, transform = torch.empty_like(self.inputs), (*self.rotated, layer * self.n_slices)
+            rotated = torch.empty_like(self.inputs)
+            transform = (*self.rotated, layer * self.n_slices, self.n_slices)
             rotate_kernel.rotate(self.x, *transform, self.inputs)
             rotate_reference.rotate(self.x, *transform, rotated)
             error = (self.inputs - rotated).float().abs().max().item()

@@ -33,6 +33,7 @@ from scute_kernels.plan import (
     PREFILL_WIDTH,
     BatchPlan,
     build_plan,
+    few_further,
     most_tiles,
     own_tile_rows,
     packed_size,
@@ -107,12 +108,11 @@ Rows = slice | torch.Tensor
 @dataclass(frozen=True)
 class Transformed:
     """The rows whose inputs some adapters transform. ``rows``: these; ``others``: all others.
-    ``row_slot``, ``tiles``: of a grouped plan of these rows alone."""
+    ``plan``: the grouped plan of these rows alone."""
 
     rows: Rows
     others: Sequence[Rows]
-    row_slot: torch.Tensor
-    tiles: torch.Tensor
+    plan: BatchPlan
 
 
 @dataclass
@@ -170,6 +170,15 @@ class Batch:
     def rotated(self) -> frozenset[int]:
         """Layers whose inputs an adapter transforms."""
         return frozenset().union(*(adapter.rotated for adapter in self.adapters.values()))
+
+    @cached_property
+    def n_further(self) -> int:
+        """Rows that have further rows in a fused layer."""
+        return sum(
+            count
+            for slot, count in zip(self.slots, self.counts, strict=True)
+            if slot in self.adapters and self.adapters[slot].rotates_fused
+        )
 
     @cached_property
     def max_rank(self) -> int:
@@ -293,11 +302,12 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def _rotate_nothing(self) -> None:
         """With tiles of prefill, which no graph holds: only eager prefills transform inputs."""
-        tiles = torch.full((2, 1, PREFILL_WIDTH), -1, dtype=torch.int32, device=self.device)
+        tiles = torch.full((3, 1, PREFILL_WIDTH), -1, dtype=torch.int32, device=self.device)
         linear = (projection for projection in self.site_map.projections.values() if not projection.embedding)
         for features in {site.cols[1] - site.cols[0] for projection in linear for site in projection.sites} - {0}:
             x = torch.zeros(1, features, dtype=self.pool.dtype, device=self.device)
-            rotate(x, tiles[0, 0, :1], tiles, self.pool.arena.tensor, self.pool.table, 0, torch.empty_like(x)[None])
+            plan = (tiles[0, 0, :1], tiles[:2, 0, :1], tiles, self.pool.arena.tensor, self.pool.table)
+            rotate(x, *plan, 0, 1, torch.empty_like(x))
 
     def _plan_memory(self, rows: int, width: int) -> PlanMemory:
         slots, sites, _ = self.pool.table.shape
@@ -344,11 +354,13 @@ class ScuteLoRABackend(BaseLoRABackend):
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         shared = {slot for slot, adapter in live.items() if adapter.shared}
+        transformed = {slot for slot, adapter in live.items() if adapter.rotates_fused}
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
-        build_plan(slots, counts, apart, rows, width, own_tile_rows(sum(counts), width), out=host[0])
-        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, out=host[1])
+        tile_rows = own_tile_rows(sum(counts), width)
+        build_plan(slots, counts, apart, rows, width, tile_rows, transformed=transformed, out=host[0])
+        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, transformed, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
         plans = Plans(
             view_plan(memory.packed[0], rows, width, memory.routes),
@@ -433,8 +445,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         if capturing:
             variant = DECODE_VARIANTS.get(get_capture_lora_variant() or "", PREFILL_VARIANT)
             shared, rotates = variant.shared, variant.rotates_fused if n_slices > 1 else variant.rotates
+            n_further = few_further(rows) if variant.few else rows
         else:
-            shared, rotates = index in batch.shared, index in batch.rotated
+            shared, rotates, n_further = index in batch.shared, index in batch.rotated, batch.n_further
         plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
         arena, table = self.pool.arena.tensor, self.pool.table
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
@@ -449,7 +462,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             output = base(x)
             v = x.new_empty((1, rows, 1, own_rank), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
-            expand(output[None], v, none, *own_plan, site, slice_offsets)
+            expand(output, v, none, *own_plan, site, slice_offsets)
             return output
 
         real = x[:, : layer.in_features]
@@ -486,75 +499,75 @@ class ScuteLoRABackend(BaseLoRABackend):
                 if ordered:
                     give_way(v)
                 shrink(real, *own_plan, site, v)
-        whole = capturing or batch.beside or pruned is not None
-        h = self._transformed_base(layer, x, base, plans.grouped, whole) if rotates else base(x)[None]
+        if not rotates:
+            h = base(x)
+        elif capturing or batch.beside or pruned is not None:
+            h = base(self._transform(layer, x, plans.grouped, n_slices, n_further))
+        else:
+            h = self._transformed_base(layer, x, base)
         if own_last:
             with on_stream(own_stream):
                 shrink(real, *own_plan, site, v)
         for side in sides:
             torch.cuda.current_stream().wait_stream(side)
-        adapted = h[..., : slice_offsets[-1]]  # a head may have padding columns behind
-        if capturing or index in batch.own or addend.numel() or h.shape[0] > 1:
+        adapted = h[:, : slice_offsets[-1]]  # a head may have padding columns behind
+        if capturing or index in batch.own or addend.numel() or len(h) > rows:
             expand(adapted, v, addend, *own_plan, site, slice_offsets)
         if shared and not apart:
-            shared_expand(adapted[0], u, *grouped_plan, site, slice_offsets, add=True)
-        return h[0]
+            shared_expand(adapted[:rows], u, *grouped_plan, site, slice_offsets, add=True)
+        return h[:rows]
+
+    def _transform(
+        self, layer: ScuteLayer, x: torch.Tensor, plan: BatchPlan, n_slices: int, n_further: int
+    ) -> torch.Tensor:
+        """The inputs of every slice, as ``rotate`` writes them, padded as ``x`` is. ``plan``: of the rows of ``x``, or
+        of the first of them, if behind these SGLang has padded.
+
+        In decode, where reading the weight once is what the base GEMM takes, these are one; the columns of other slices
+        are computed in vain for a further row.
+        """
+        real = x[:, : layer.in_features]
+        inputs = x.new_empty((len(x) + (n_slices - 1) * n_further, real.shape[1]))
+        row_slot = torch.nn.functional.pad(plan.row_slot, (0, max(0, len(x) - len(plan.row_slot))), value=-1)
+        memory = (self.pool.arena.tensor, self.pool.table)
+        rotate(real, row_slot, plan.further, plan.tiles, *memory, layer.first_site, n_slices, inputs)
+        padding = x.shape[1] - real.shape[1]
+        return torch.nn.functional.pad(inputs, (0, padding)) if padding else inputs
 
     def _transformed_base(
-        self,
-        layer: ScuteLayer,
-        x: torch.Tensor,
-        base: Callable[[torch.Tensor], torch.Tensor],
-        plan: BatchPlan,
-        whole: bool,
+        self, layer: ScuteLayer, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The base layer on the transformed inputs, ``h`` as ``expand`` takes it. ``plan``: of the rows of ``x``.
-        ``whole``: in graphs, in decode, and if these are those of the output head and not the batch's.
+        """The base layer on the transformed inputs of an eager prefill, ``(rows, out)``.
 
-        Each slice has inputs of its own. In decode, where reading the weight once is what the GEMM takes, those of all
-        slices and rows are further rows of one base GEMM, because a graph does not know which rows are transformed; the
-        columns that a row is not for are computed in vain. In prefill, where it is bound by arithmetic, the rows that
-        are not transformed meet the whole weight, the inputs of each slice the columns of it, so that nothing is
-        computed twice or in vain; ``base`` is not called then. If the weight cannot be cut, only rows that are
-        transformed have inputs of the further slices, and their columns are put in place here.
+        Here it is bound by arithmetic, so the rows that are not transformed meet the whole weight, the inputs of each
+        slice the columns of it, and nothing is computed twice or in vain; ``base`` is not called then. If the weight
+        cannot be cut, transformed rows have further rows as in decode, whose columns are put in place here.
         """
         batch = self.batch_info
         assert batch is not None
         rows, n_slices = x.shape[0], len(layer.slice_offsets) - 1
-        real = x[:, : layer.in_features]
-
-        def transform(some: torch.Tensor, row_slot: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-            inputs = x.new_empty((n_slices, *some.shape))
-            rotate(some, row_slot, tiles, self.pool.arena.tensor, self.pool.table, layer.first_site, inputs)
-            padding = x.shape[1] - some.shape[1]
-            return torch.nn.functional.pad(inputs, (0, padding)) if padding else inputs
-
-        if whole:
-            inputs = transform(real, plan.row_slot, plan.tiles)
-            return base(inputs.flatten(0, 1)).unflatten(0, (n_slices, rows))
-
         transformed = self._transformed(batch, layer.module_index)
-        chosen = transformed.rows
-        inputs = transform(real[chosen], transformed.row_slot, transformed.tiles)
-        if layer.shows_weight:
-            h = x.new_empty((rows, layer.base_layer.weight.shape[0]))
-            edges = (*layer.slice_offsets[:-1], h.shape[1])  # a head may have padding columns behind
-            others = [*transformed.others, *([slice(batch.rows, rows)] if rows > batch.rows else [])]
-            products: list[tuple[Rows, torch.Tensor, slice]] = [(where, x[where], slice(0, None)) for where in others]
-            products += [(chosen, part, slice(*ends)) for part, ends in zip(inputs, pairwise(edges), strict=True)]
-            for where, part, columns in products:
-                if isinstance(where, slice):
-                    layer.base_columns(part, columns, h[where, columns])
-                else:
-                    h[where, columns] = layer.base_columns(part, columns)
-            return h[None]
-        of_all = torch.cat([x, inputs[1:].flatten(0, 1)])
-        of_all[chosen] = inputs[0]
-        output = base(of_all)
-        h, further = output[:rows], output[rows:].unflatten(0, (n_slices - 1, inputs.shape[1]))
-        for part, ends in zip(further, pairwise(layer.slice_offsets[1:]), strict=True):
-            h[chosen, slice(*ends)] = part[:, slice(*ends)]
-        return h[None]
+        chosen, n_chosen = transformed.rows, len(transformed.plan.row_slot)
+        inputs = self._transform(layer, x[chosen], transformed.plan, n_slices, n_chosen).unflatten(0, (n_slices, -1))
+        if not layer.shows_weight:
+            of_all = torch.cat([x, inputs[1:].flatten(0, 1)])
+            of_all[chosen] = inputs[0]
+            output = base(of_all)
+            h, further = output[:rows], output[rows:].unflatten(0, (n_slices - 1, n_chosen))
+            for part, ends in zip(further, pairwise(layer.slice_offsets[1:]), strict=True):
+                h[chosen, slice(*ends)] = part[:, slice(*ends)]
+            return h
+        h = x.new_empty((rows, layer.base_layer.weight.shape[0]))
+        edges = (*layer.slice_offsets[:-1], h.shape[1])  # a head may have padding columns behind
+        others = [*transformed.others, *([slice(batch.rows, rows)] if rows > batch.rows else [])]
+        products: list[tuple[Rows, torch.Tensor, slice]] = [(where, x[where], slice(0, None)) for where in others]
+        products += [(chosen, part, slice(*ends)) for part, ends in zip(inputs, pairwise(edges), strict=True)]
+        for where, part, columns in products:
+            if isinstance(where, slice):
+                layer.base_columns(part, columns, h[where, columns])
+            else:
+                h[where, columns] = layer.base_columns(part, columns)
+        return h
 
     def _transformed(self, batch: Batch, module_index: int) -> Transformed:
         """Of an eager prefill, at a layer; adapters have their rotations at all layers, as a rule."""
@@ -564,11 +577,11 @@ class ScuteLoRABackend(BaseLoRABackend):
             counts = [count for _, count in owners]
             rows, width = sum(counts), PREFILL_WIDTH
             groups = self.pool.groups(slots)
-            packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width)
+            packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width, transformed=slots)
             plan = view_plan(self._to_device(packed), rows, width, packed)  # no operator asks for its routes
             chosen = np.repeat([slot in slots for slot in batch.slots], batch.counts)
             of_chosen, others = self._rows(chosen, most_runs=1), self._rows(~chosen, MOST_RUNS)
-            batch.transformed[slots] = Transformed(of_chosen[0], others, plan.row_slot, plan.tiles)
+            batch.transformed[slots] = Transformed(of_chosen[0], others, plan)
         return batch.transformed[slots]
 
     def _rows(self, chosen: np.ndarray, most_runs: int) -> list[Rows]:
@@ -582,12 +595,17 @@ class ScuteLoRABackend(BaseLoRABackend):
         return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
 
 
-def decode_variant(adapters: Collection[LoadedAdapter]) -> str:
-    """The label of the decode graph that holds what a batch of these adapters needs, and no operator more."""
+def decode_variant(owners: Sequence[LoadedAdapter | None], counts: Sequence[int]) -> str:
+    """The label of the decode graph that holds what a batch needs, and no operator more. ``owners``: the adapter of
+    each request, ``counts``: its rows."""
+    adapters = [owner for owner in owners if owner is not None]
+    fused = [owner is not None and owner.rotates_fused for owner in owners]
+    n_further = sum(count for count, further in zip(counts, fused, strict=True) if further)
     needed = DecodeVariant(
         shared=any(adapter.shared for adapter in adapters),
         rotates=any(adapter.rotated for adapter in adapters),
-        rotates_fused=any(adapter.rotates_fused for adapter in adapters),
+        rotates_fused=n_further > 0,
+        few=0 < n_further <= few_further(sum(counts)),
     )
     return next(label for label, variant in DECODE_VARIANTS.items() if variant == needed)
 

@@ -20,7 +20,7 @@ from scute_converter import parallel
 from scute_converter.normal_form import Adapter, NormalForm
 from scute_converter.sharding import shard
 from scute_sglang import fit, options
-from scute_sglang.backend import ScuteLoRABackend, decode_variant, has_prefill_graph
+from scute_sglang.backend import ScuteLoRABackend, decode_variant, has_prefill_graph, row_counts
 from scute_sglang.memory_pool import LoadedAdapter, ScuteMemoryPool
 from scute_sglang.packing import pack_adapter, pack_basis
 from scute_sglang.sites import Range, Site, wrap_model
@@ -371,7 +371,8 @@ class ScuteLoRAManager(LoRAManager):
 
     def decode_variant(self, forward_batch: ForwardBatch) -> str:
         """The label of the decode graph for a batch."""
-        return decode_variant(self._adapters_of(forward_batch))
+        owners = [None if uid is None else self.loras[uid] for uid in forward_batch.lora_ids or []]
+        return decode_variant(owners, row_counts(forward_batch))
 
     def _adapters_of(self, forward_batch: ForwardBatch) -> list[LoadedAdapter]:
         return [self.loras[uid] for uid in set(forward_batch.lora_ids or []) - {None}]

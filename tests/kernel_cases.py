@@ -101,7 +101,7 @@ class Site:
 
 @dataclass(repr=False)
 class Case:
-    """``h``: ``(1, N, out)``, or an output for the inputs of each slice. ``beside``: whether shared_expand makes an
+    """``h``: ``(N, out)``, or with further rows. ``beside``: whether shared_expand makes an
     addend for expand, and adds nothing itself."""
 
     x: torch.Tensor
@@ -118,6 +118,7 @@ class Case:
     origins: torch.Tensor
     scratch_rank: int
     split: int
+    n_further: int  # that an output has room for, if it has further rows
 
     def __repr__(self) -> str:
         where = f"x {tuple(self.x.shape)}, h {tuple(self.h.shape)}, slices {self.slice_offsets}"
@@ -139,11 +140,28 @@ class Case:
 
     @property
     def rotate_plan(self) -> Arguments:
-        return self.grouped.row_slot, self.grouped.tiles, self.arena, self.table
+        return self.grouped.row_slot, self.grouped.further, self.grouped.tiles, self.arena, self.table
 
     @property
     def n_slices(self) -> int:
         return len(self.slice_offsets) - 1
+
+    @property
+    def with_further(self) -> int:
+        """Rows of an output that has further rows."""
+        return len(self.slots) + (self.n_slices - 1) * self.n_further
+
+    def row_of(self, place: int, i: int) -> int:
+        """Of slice ``i``, not the first, of the row at ``place`` among those that have further rows."""
+        return len(self.slots) + (i - 1) * self.n_further + place
+
+    def further_rows(self) -> list[int]:
+        """The rows that have further rows, in order."""
+        return [
+            n
+            for n, slot in enumerate(self.slots)
+            if slot >= 0 and any(site.rotation is not None for site in self.sites[slot])
+        ]
 
     def scratch(self) -> torch.Tensor:
         shape = (self.split, len(self.slots), self.n_slices, self.scratch_rank)
@@ -165,8 +183,8 @@ class Case:
             padded = torch.empty(*shape, moved[name].stride(-2), dtype=self.arena.dtype, device=device)
             moved[name] = padded[..., :features].copy_(moved[name])
         for name, plan in (("own", self.own), ("grouped", self.grouped)):
-            tensors = [tensor.to(device) for tensor in (plan.row_slot, plan.tiles, plan.leading, plan.routes)]
-            moved[name] = BatchPlan(*tensors, tile_rows=plan.tile_rows)
+            tensors = (plan.row_slot, plan.further, plan.tiles, plan.leading, plan.routes)
+            moved[name] = BatchPlan(*(tensor.to(device) for tensor in tensors), tile_rows=plan.tile_rows)
         return Case(**moved)
 
 
@@ -190,7 +208,7 @@ def make_case(
     beside: bool = False,
 ) -> Case:
     """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given.
-    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has a block for each slice."""
+    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has further rows."""
     choose = random.Random(seed)
     n_slices, n_slots = len(widths), len(methods)
     sites = FIRST_SITE + n_slices + 1
@@ -240,12 +258,14 @@ def make_case(
     width = places or tile_width(rows, decode=True)
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     sharing = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
+    transforming = [slot for slot in range(n_slots) if (table[slot, :, BLOCK] > 0).any()]
+    n_further = sum(count for slot, count in requests if slot in transforming) + choose.choice([0, 3])
     plans = {}
     for name, tile_rows, its_groups, leaders, fields in (
         ("own", own_tile_rows(rows, width), [-1] * n_slots, [], FIELDS),
         ("grouped", width, groups, sharing, shared_fields(width)),
     ):
-        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows, leaders)
+        packed = build_plan(requests_slots, counts, its_groups, rows, width, tile_rows, leaders, transforming)
         routes = torch.empty(most_tiles(rows, width, n_slots), sites, fields, dtype=torch.int64)
         plans[name] = replace(view_plan(packed, rows, width, routes), tile_rows=tile_rows)
     route(plans["own"].tiles, plans["own"].routes, table)
@@ -253,7 +273,8 @@ def make_case(
     shared_route(grouped.tiles, grouped.leading, grouped.routes, table, memory.bases, memory.origins)
     x = memory.random(rows, in_features + choose.choice([0, 16, 7]))[:, :in_features]
     offsets = tuple(sum(widths[:i]) for i in range(n_slices + 1))
-    h = memory.random(n_slices if wide else 1, rows, offsets[-1] + choose.choice([0, 16, 3]))[..., : offsets[-1]]
+    outputs = rows + (n_slices - 1) * n_further if wide else rows
+    h = memory.random(outputs, offsets[-1] + choose.choice([0, 16, 3]))[:, : offsets[-1]]
     return Case(
         x,
         h,
@@ -269,6 +290,7 @@ def make_case(
         memory.origins,
         max_rank + 2,
         split,
+        n_further,
     )
 
 
@@ -366,23 +388,28 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def check_rotate(rotate: Operator, case: Case) -> None:
     """``rotate`` against ``x R`` with the dense ``R``, fp64."""
-    rows, features = case.x.shape
-    out = torch.full((case.n_slices, rows, features), NAN, dtype=case.x.dtype, device=case.x.device)
-    rotate(case.x, *case.rotate_plan, FIRST_SITE, out)
+    features = case.x.shape[1]
+    out = torch.full((case.with_further, features), NAN, dtype=case.x.dtype, device=case.x.device)
+    rotate(case.x, *case.rotate_plan, FIRST_SITE, case.n_slices, out)
     out, x_rows = out.cpu(), case.x.cpu()
     unit, underflow = UNIT_ROUNDOFF[case.x.dtype], UNDERFLOW[case.x.dtype]
+    places = case.further_rows()
+    for place in range(len(places), case.n_further):
+        for i in range(1, case.n_slices):
+            assert not out[case.row_of(place, i)].any(), f"nothing is at place {place}, slice {i}"
     for n, slot in enumerate(case.slots):
         x = x_rows[n].double()
-        for i in range(case.n_slices):
+        for i in range(case.n_slices if n in places else 1):
+            row = case.row_of(places.index(n), i) if i else n
             delta = case.sites[slot][i].rotation if slot >= 0 else None
             if delta is None:
-                assert same_bits(out[i, n], x_rows[n]), f"row {n} slice {i} has no rotation and was changed"
+                assert same_bits(out[row], x_rows[n]), f"row {n} slice {i} has no rotation and was changed"
                 continue
             expected = x + x @ delta.double()
             # fp32 sums of at most `features` products, then one rounding.
             magnitude = x.abs() + x.abs() @ delta.double().abs()
             tolerance = underflow + unit * expected.abs() + (features + 2) * EPS32 * magnitude
-            _assert_close(out[i, n], expected, tolerance, f"row {n} slice {i}")
+            _assert_close(out[row], expected, tolerance, f"row {n} slice {i}")
 
 
 def check_shrink_and_expand(
@@ -399,7 +426,7 @@ def check_shrink_and_expand(
         shared_expand(addend, u, *case.grouped_plan, *after_base, add=False)
     expand(case.h, v, addend, *case.own_plan, *after_base)
     if not case.beside:
-        shared_expand(case.h[0], u, *case.grouped_plan, *after_base, add=True)
+        shared_expand(case.h[: len(case.slots)], u, *case.grouped_plan, *after_base, add=True)
     check_expanded(case, before)
 
 
@@ -427,16 +454,16 @@ def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
 
 
 def check_expanded(case: Case, before: torch.Tensor) -> None:
-    """``case.h[0]`` against the formula; ``before``: what ``case.h`` held before both expands."""
+    """The first rows of ``case.h`` against the formula; ``before``: what ``case.h`` held before both expands."""
     unit, underflow = UNIT_ROUNDOFF[case.h.dtype], UNDERFLOW[case.h.dtype]
-    after, x_rows = case.h[0].cpu(), case.x.cpu()
-    features = x_rows.shape[1]
+    after, x_rows = case.h.cpu(), case.x.cpu()
+    features, places, wide = x_rows.shape[1], case.further_rows(), len(before) > len(case.slots)
     for n, slot in enumerate(case.slots):
         x = x_rows[n].double()
         for i, (begin, end) in enumerate(pairwise(case.slice_offsets)):
             site = case.sites[slot][i] if slot >= 0 else Site()
             transformed = slot >= 0 and (case.sites[slot][0].rotation, site.rotation) != (None, None)
-            h = before[i if transformed and len(before) > 1 else 0, n, begin:end]
+            h = before[case.row_of(places.index(n), i) if transformed and wide and i else n, begin:end]
             if not site.after_base:
                 assert same_bits(after[n, begin:end], h), f"row {n} slice {i} has no part, and changed"
                 continue

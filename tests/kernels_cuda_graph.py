@@ -39,14 +39,14 @@ def test_one_capture_serves_every_batch() -> None:
     static.h = static.h.contiguous()
     addend = static.addend()
     static.arena = torch.empty(max(case.arena.numel() for case in batches), dtype=first.arena.dtype, device="cuda")
-    rotated = torch.empty(len(WIDTHS), ROWS, IN_FEATURES, dtype=first.x.dtype, device="cuda")
+    rotated = torch.empty(static.with_further, IN_FEATURES, dtype=first.x.dtype, device="cuda")
     v, u = static.scratch(), static.scratch()
 
     def step() -> None:
         ops.route(static.own.tiles, static.own.routes, static.table)
         grouped = static.grouped
         ops.shared_route(grouped.tiles, grouped.leading, grouped.routes, static.table, static.bases, static.origins)
-        ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, rotated)
+        ops.rotate(static.x, *static.rotate_plan, FIRST_SITE, static.n_slices, rotated)
         ops.shrink(static.x, *static.own_plan, FIRST_SITE, v)
         ops.shared_shrink(static.x, *static.grouped_plan, FIRST_SITE, u)
         ops.shared_expand(addend, u, *static.grouped_plan, FIRST_SITE, static.slice_offsets, False)
@@ -57,7 +57,7 @@ def test_one_capture_serves_every_batch() -> None:
         for name in ("x", "h", "table", "bases", "origins"):
             getattr(static, name).copy_(getattr(case, name))
         for plan in ("own", "grouped"):
-            for name in ("row_slot", "tiles", "leading"):
+            for name in ("row_slot", "further", "tiles", "leading"):
                 getattr(getattr(static, plan), name).copy_(getattr(getattr(case, plan), name))
 
     load(first)
@@ -87,7 +87,7 @@ def test_operators_run_the_kernels_on_a_gpu() -> None:
     from scute_kernels.rotate import kernel
 
     case = make(2)
-    out = torch.empty(2, len(WIDTHS), ROWS, IN_FEATURES, dtype=case.x.dtype, device="cuda")
-    ops.rotate(case.x, *case.rotate_plan, FIRST_SITE, out[0])
-    kernel.rotate(case.x, *case.rotate_plan, FIRST_SITE, out[1])
+    out = torch.empty(2, case.with_further, IN_FEATURES, dtype=case.x.dtype, device="cuda")
+    ops.rotate(case.x, *case.rotate_plan, FIRST_SITE, case.n_slices, out[0])
+    kernel.rotate(case.x, *case.rotate_plan, FIRST_SITE, case.n_slices, out[1])
     assert torch.equal(out[0], out[1])

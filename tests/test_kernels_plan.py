@@ -21,6 +21,7 @@ NO_ROUTES = torch.empty(0)  # of no interest here
     width=st.sampled_from([16, 64]),
     of_one_row=st.booleans(),
     leaders=st.sets(st.integers(0, SLOTS - 1)),
+    transformed=st.sets(st.integers(0, SLOTS - 1)),
 )
 def test_plan(
     requests: list[tuple[int, int]],
@@ -29,24 +30,31 @@ def test_plan(
     width: int,
     of_one_row: bool,
     leaders: set[int],
+    transformed: set[int],
 ) -> None:
     slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     rows = sum(counts) + spare
     tile_rows = 1 if of_one_row and sum(counts) <= FEW_ROWS else width
     stale = torch.full((packed_size(rows, width, SLOTS),), 7, dtype=torch.int32)
-    packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, out=stale)
+    arguments = (slots, counts, groups, rows, width, tile_rows, leaders, transformed)
+    packed = build_plan(*arguments, out=stale)
     assert packed is stale
-    assert torch.equal(packed, build_plan(slots, counts, groups, rows, width, tile_rows, leaders))
+    assert torch.equal(packed, build_plan(*arguments))
     plan = view_plan(packed, rows, width, NO_ROUTES)
 
     row_slot = [slot for slot, count in requests for _ in range(count)] + [-1] * spare
     assert plan.row_slot.tolist() == row_slot
+    further = [row for row, slot in enumerate(row_slot) if slot in transformed]
+    behind = [-1] * (rows - len(further))
+    assert plan.further.tolist() == [further + behind, [row_slot[row] for row in further] + behind]
     tiled: list[int] = []
     dead = False
-    for tile, (members, member_slots) in enumerate(zip(*plan.tiles.tolist(), strict=True)):
+    for tile, (members, member_slots, in_further) in enumerate(zip(*plan.tiles.tolist(), strict=True)):
         live = [row for row in members if row >= 0]
         assert members == live + [-1] * (width - len(live))
         assert member_slots == [row_slot[row] for row in live] + [-1] * (width - len(live))
+        places = [further.index(row) if row in further else -1 for row in live]
+        assert in_further == places + [-1] * (width - len(live))
         assert len(live) <= tile_rows
         assert not (dead and live)  # live tiles come first
         dead = not live
@@ -84,9 +92,14 @@ def test_views_follow_the_packed_plan() -> None:
     """A graph keeps the views: filling the packed plan again renews them."""
     packed = build_plan([0], [5], [-1, -1], 9, 16, 16)
     plan = view_plan(packed, 9, 16, NO_ROUTES)
-    build_plan([1, 0], [2, 3], [-1, -1], 9, 16, 16, out=packed)
+    build_plan([1, 0], [2, 3], [-1, -1], 9, 16, 16, transformed=[0], out=packed)
     assert plan.row_slot.tolist() == [1, 1, 0, 0, 0, -1, -1, -1, -1]
-    assert plan.tiles[:, :2, :4].tolist() == [[[0, 1, -1, -1], [2, 3, 4, -1]], [[1, 1, -1, -1], [0, 0, 0, -1]]]
+    assert plan.further[:, :4].tolist() == [[2, 3, 4, -1], [0, 0, 0, -1]]
+    assert plan.tiles[:, :2, :4].tolist() == [
+        [[0, 1, -1, -1], [2, 3, 4, -1]],
+        [[1, 1, -1, -1], [0, 0, 0, -1]],
+        [[-1, -1, -1, -1], [0, 1, 2, -1]],
+    ]
 
 
 def test_a_plan_of_many_rows_has_room_for_a_tile_of_each_of_few() -> None:

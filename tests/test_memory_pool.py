@@ -152,12 +152,21 @@ def test_the_decode_graph_holds_what_a_batch_needs() -> None:
     shared = of_forms({1: NormalForm(IN, OUT, shared=SharedPair("basis-a", torch.randn(3), torch.randn(OUT)))}, layers)
     rotation = NormalForm(IN, OUT, rotation=Rotation(torch.randn(IN, 1, 1)))
     unfused, fused = of_forms({3: rotation}, layers), of_forms({2: rotation}, layers)
-    assert decode_variant([scaled]) == "lora"
-    assert decode_variant([scaled, shared]) == "shared"
-    assert decode_variant([scaled, shared, unfused]) == "shared-rotate"
-    assert decode_variant([scaled, unfused, shared, fused]) == "shared-rotate-fused"
-    assert decode_variant([scaled, unfused]) == "rotate"
-    assert decode_variant([fused, scaled]) == "rotate-fused"
+
+    def variant(*owners: LoadedAdapter | None, rows: int = 1) -> str:
+        return decode_variant(owners, [rows] * len(owners))
+
+    assert variant(scaled) == "lora"
+    assert variant(scaled, None, shared) == "shared"
+    assert variant(scaled, shared, unfused) == "shared-rotate"
+    assert variant(scaled, unfused, shared, fused) == "shared-rotate-few"
+    assert variant(fused, unfused, shared, fused, None) == "shared-rotate-few"
+    assert variant(fused, fused, shared) == "shared-rotate-fused"
+    assert variant(fused, unfused, shared, fused, fused) == "shared-rotate-fused"
+    assert variant(fused, fused, shared, rows=3) == "shared-rotate-fused"
+    assert variant(scaled, unfused) == "rotate"
+    assert variant(None, fused, scaled, None) == variant(fused, scaled) == variant(fused) == "rotate-few"
+    assert variant(fused, fused, fused, scaled) == "rotate-fused"
 
 
 def test_prefills_that_replay_a_graph() -> None:

@@ -226,7 +226,7 @@ def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) 
 
 
 def rotate_rows(rows: int, features: int) -> RotateRows:
-    """``rows``: of all slices. A program for every block of columns, unless they are so many that they come in several
+    """``rows``: of the output. A program for every block of columns, unless they are so many that they come in several
     waves, most of them to find that another copies what is theirs."""
     block = 64
     many = rows * -(-features // block) > 6000

@@ -3,6 +3,9 @@
 A forward has two. The *own* plan, of the rows of all adapters, serves what follows the base layer: its tiles are of one
 adapter. The *grouped* plan serves shared bases, which one tile reads for rows of several adapters, and input
 transforms; in prefill these have a grouped plan of the transformed rows alone.
+
+Where an adapter transforms the inputs of a fused module, every slice has inputs of its own. Those of the first slice
+stand in the rows of the batch, those of the others in *further rows* behind them, for rows of such adapters only.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ class BatchPlan:
     """Device tensors that the operators of a forward read; updated in place, so captured graphs stay valid.
 
     ``row_slot``: ``(N,)`` int32, the slot of each row, ``-1`` for a *base row*, for which this plan has nothing to do.
-    ``tiles``: ``(2, T, width)`` int32: the rows of each tile, and their slots, both ``-1`` behind the last. Live tiles
-    come first. Base rows are in no tile. In an own plan the rows of a tile have one slot; in a grouped plan, wherever
-    they have a shared basis, it is the same, and is read once for all of them; and they have one slot if it has a
-    rotation that is more than a diagonal.
+    ``further``: ``(2, N)`` int32: the rows that have further rows, and their slots, both ``-1`` behind the last. Of F
+    further rows for each slice but the first, the i-th is that of the i-th of these rows.
+    ``tiles``: ``(3, T, width)`` int32: the rows of each tile, their slots, and where they are in ``further``; -1 behind
+    its last row, and the third for rows that are not in ``further``. Live tiles come first. Base rows are in no tile.
+    In an own plan the rows of a tile have one slot; in a grouped plan, wherever they have a shared basis, it is the
+    same, and is read once for all of them; and they have one slot if it has a rotation that is more than a diagonal.
     ``leading``: ``(1,)`` int32, of a grouped plan: how many tiles, the first, are of groups with a shared basis.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
     plan, which operator ``route`` writes once per forward, ``(T, sites, shared_fields(width))`` of a grouped plan,
@@ -34,6 +39,7 @@ class BatchPlan:
     """
 
     row_slot: torch.Tensor
+    further: torch.Tensor
     tiles: torch.Tensor
     leading: torch.Tensor
     routes: torch.Tensor
@@ -74,19 +80,30 @@ def most_tiles(rows: int, width: int, slots: int) -> int:
     return min(rows, max(-(-rows // width) + slots, FEW_ROWS))
 
 
+def few_further(rows: int) -> int:
+    """F of a decode graph of ``rows`` rows for batches in which no more have further rows: a quarter of the
+    batch, the share that one method of several has. Other graphs have room for all rows."""
+    return -(-rows // 4)
+
+
 def packed_size(rows: int, width: int, slots: int) -> int:
     """Elements of the packed plan of at most ``rows`` rows of at most ``slots`` adapters."""
-    return _first_tile(rows) + 2 * most_tiles(rows, width, slots) * width
+    return _first_tile(rows) + 3 * most_tiles(rows, width, slots) * width
 
 
-def _leading(rows: int) -> int:
-    """Where ``leading`` stands in a packed plan: on 16 bytes, however many rows it has, because Triton compiles a
-    kernel once more for a pointer that does not lie on them."""
+def _of_rows(rows: int) -> int:
+    """Elements of what a packed plan has for each row, so that the next begins on 16 bytes, however many rows it has:
+    Triton compiles a kernel once more for a pointer that does not lie on them."""
     return -(-rows // 4) * 4
 
 
+def _leading(rows: int) -> int:
+    """Where ``leading`` stands in a packed plan."""
+    return 3 * _of_rows(rows)
+
+
 def _first_tile(rows: int) -> int:
-    """Where the tiles begin, on 16 bytes too."""
+    """Where the tiles begin."""
     return _leading(rows) + 4
 
 
@@ -98,17 +115,18 @@ def build_plan(
     width: int,
     tile_rows: int,
     leaders: Collection[int] = (),
+    transformed: Collection[int] = (),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The packed plan of a batch, built on the host: ``row_slot | leading | tiles``, one copy away from the device.
-    The last two begin on 16 bytes.
+    """The packed plan of a batch, built on the host: ``row_slot | further | leading | tiles``, one copy away from the
+    device. Each begins on 16 bytes.
 
     ``slots``: of each request, -1 for base rows. ``counts``: rows of each request; they lie one after another in the
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
     tiles. ``rows``: the row capacity N, at least ``sum(counts)``; the rows past the live ones are base rows.
     ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leaders``: slots whose tiles,
-    and those of their groups, come first and are counted. ``out``: int32 on the CPU (pinned, say),
-    ``(packed_size(rows, width, len(groups)),)``, made if not given.
+    and those of their groups, come first and are counted. ``transformed``: slots whose rows are in ``further``.
+    ``out``: int32 on the CPU (pinned, say), ``(packed_size(rows, width, len(groups)),)``, made if not given.
 
     Returns ``out``; ``view_plan`` reads it. Rows of one request stay in order. Raises ``ValueError`` for counts that
     exceed the capacity, or for more than ``FEW_ROWS`` rows in tiles of one.
@@ -122,8 +140,9 @@ def build_plan(
         out = torch.empty(packed_size(rows, width, len(groups)), dtype=torch.int32)
     # With numpy: torch would run repeat_interleave on all cores, however few the elements, and wait for each of them.
     packed = out.numpy()
-    first_tile = _first_tile(rows)
-    row_slot, tiles = packed[: _leading(rows)], packed[first_tile:].reshape(2, -1)
+    first_tile, of_rows = _first_tile(rows), _of_rows(rows)
+    row_slot, further = packed[:of_rows], packed[of_rows : _leading(rows)].reshape(2, -1)
+    tiles = packed[first_tile:].reshape(3, -1)
 
     members: dict[int, list[int]] = {}  # requests by group; insertion order keeps the plan stable
     first: set[int] = set()  # groups of leaders
@@ -149,6 +168,11 @@ def build_plan(
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
+    chosen = np.flatnonzero(np.repeat([slot in transformed for slot in slots], counts))
+    further.fill(-1)
+    further[:, : len(chosen)] = chosen, row_slot[chosen]
+    in_further = np.full(live, -1, np.int32)  # where each row is
+    in_further[chosen] = np.arange(len(chosen))
     packed[_leading(rows) : first_tile] = leading
     tiles.fill(-1)
     of_arranged = [counts[request] for request in arranged]
@@ -159,17 +183,19 @@ def build_plan(
     if tile_rows < width:
         place *= width
     shifts = [starts[request] - first for request, first in zip(arranged, before, strict=False)]
-    tiles[0, place] = number + np.repeat(np.asarray(shifts, np.int64), of_arranged)
-    tiles[1, place] = np.repeat(np.asarray([slots[request] for request in arranged], np.int32), of_arranged)
+    tiles[0, place] = row = number + np.repeat(np.asarray(shifts, np.int64), of_arranged)
+    tiles[1, place] = row_slot[row]
+    tiles[2, place] = in_further[row]
     return out
 
 
 def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor) -> BatchPlan:
     """``packed`` (on any device) as a plan of ``rows`` rows: views, so filling it again in place renews the plan, but
     for ``routes``, which has to be written anew then."""
-    tiles = packed[_first_tile(rows) :].view(2, -1, width)
+    further = packed[_of_rows(rows) : _leading(rows)].view(2, -1)[:, :rows]
     leading = packed[_leading(rows) : _leading(rows) + 1]
-    return BatchPlan(packed[:rows], tiles, leading, routes, tile_rows=width)
+    tiles = packed[_first_tile(rows) :].view(3, -1, width)
+    return BatchPlan(packed[:rows], further, tiles, leading, routes, tile_rows=width)
 
 
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -31,12 +31,13 @@ class DecodeVariant:
 
     ``shared``: those of shared bases. ``rotates``: the input transforms of layers of one projection, which is what
     (IA)3 needs. ``rotates_fused``: those of all layers; each projection of a fused one has inputs of its own then, and
-    the base GEMM as many more rows.
+    the base GEMM further rows, ``few`` or as many as there can be.
     """
 
     shared: bool = False
     rotates: bool = False
     rotates_fused: bool = False
+    few: bool = False
 
 
 OWN_VARIANT = "lora"  # SGLang's own label of the graph with adapters
@@ -48,6 +49,8 @@ DECODE_VARIANTS = {
     "shared-rotate": DecodeVariant(shared=True, rotates=True),
     "rotate-fused": DecodeVariant(rotates=True, rotates_fused=True),
     "shared-rotate-fused": DecodeVariant(shared=True, rotates=True, rotates_fused=True),
+    "rotate-few": DecodeVariant(rotates=True, rotates_fused=True, few=True),
+    "shared-rotate-few": DecodeVariant(shared=True, rotates=True, rotates_fused=True, few=True),
 }
 
 

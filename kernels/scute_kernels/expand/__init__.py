@@ -15,11 +15,11 @@ expand = register(
 multiplies fp16 or bf16, ``v`` is rounded to the arena's dtype before. Rows without any part at a site keep their bits
 there.
 
-``h``: ``(1, N, slice_offsets[-1])`` of the arena's dtype, last stride 1; slice ``i`` is ``h[0, :, slice_offsets[i] :
+``h``: ``(N, slice_offsets[-1])`` of the arena's dtype, last stride 1; slice ``i`` is ``h[:, slice_offsets[i] :
 slice_offsets[i + 1]]``, its parts are those of site ``first_site + i``. ``slice_offsets`` begins with 0. If the slices
-have inputs of their own, ``h`` is ``(n_slices, N, slice_offsets[-1])``, the outputs for the inputs of each slice: where
-the inputs of slice ``i`` or of the first are transformed for a row, what becomes ``h[0]`` is made from ``h[i]``, of
-which nothing else is read.
+have inputs of their own, ``h`` is ``(N + (n_slices - 1) * F, slice_offsets[-1])``, the outputs for what ``rotate``
+wrote: where the inputs of slice ``i`` or of the first are transformed for a row, the slice is made from its further row
+for this slice, of which nothing else is read, and written to its row among the first ``N``.
 
 ``v``: as ``shrink`` or ``lookup`` wrote it, read only where a row has an own pair. ``addend``: ``(N,
 slice_offsets[-1])`` fp32, as ``shared_expand`` wrote it, which is read where a row has a basis; empty if there is

@@ -44,8 +44,8 @@ def _entry(
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether it has an ``addend``; from which block of ``h`` it comes;
-    whether there is anything to do. No part at or beyond ``n_tiles``."""
+    """Of a tile at a slice: ``RANK, B, SCALE, BIAS``; whether it has an ``addend``; whether its outputs are those of
+    further rows; whether there is anything to do. No part at or beyond ``n_tiles``."""
     first = routes_ptr + (tile.to(tl.int64) * sites + first_site) * FIELDS
     entry = first + slice_number * FIELDS
     known = tile < n_tiles
@@ -57,9 +57,8 @@ def _entry(
     later = known & WIDE & (slice_number > 0)
     transformed = tl.load(first + ROTATION, mask=later, other=-1) >= 0
     transformed |= tl.load(entry + ROTATION, mask=later, other=-1) >= 0
-    block = tl.where(transformed, slice_number, 0).to(tl.int64)
     any_part = (rank > 0) | (scale >= 0) | (bias >= 0) | shared | transformed
-    return tl.maximum(rank, 0), b, scale, bias, shared, block, any_part
+    return tl.maximum(rank, 0), b, scale, bias, shared, transformed, any_part
 
 
 @triton.jit
@@ -79,7 +78,7 @@ def _planes(v_ptr, r, within, plane_stride, SPLIT: tl.constexpr):
     return v
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "rows_of_batch", "n_further"])
 def _expand_rows(
     h_ptr,
     v_ptr,
@@ -90,7 +89,9 @@ def _expand_rows(
     first_site,
     sites,
     n_tiles,
-    h_block_stride,
+    rows_of_batch,
+    n_further,
+    tiles_stride,
     h_stride,
     addend_stride,
     slice_stride,
@@ -119,9 +120,14 @@ def _expand_rows(
 
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + tile * WIDTH)
-    rank, b_offset, scale, bias, shared, block, any_part = _entry(
+    source = row
+    if WIDE:
+        in_further = tl.load(tiles_ptr + 2 * tiles_stride + tile * WIDTH)
+    rank, b_offset, scale, bias, shared, transformed, any_part = _entry(
         routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
     )
+    if WIDE:
+        source = tl.where(transformed, rows_of_batch + (slice_number - 1) * n_further + in_further, row)
     if (row >= 0) & any_part:
         # The adapter's own memory is read while the kernel before this one may be at work; h, v and addend are not.
         r = tl.arange(0, BLOCK_RANK)
@@ -133,8 +139,8 @@ def _expand_rows(
         bias_vector = _vector(arena_ptr, bias, n, n_live, VECTOR)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        h_pointers = h_ptr + row.to(tl.int64) * h_stride + begin + n
-        h = tl.load(h_pointers + block * h_block_stride, mask=n_live, other=0.0).to(tl.float32)
+        columns = h_ptr + begin + n
+        h = tl.load(columns + source.to(tl.int64) * h_stride, mask=n_live, other=0.0).to(tl.float32)
         total = h + h * scale_vector + bias_vector
         if SHARED:
             addend_pointers = addend_ptr + row.to(tl.int64) * addend_stride + begin + n
@@ -149,7 +155,7 @@ def _expand_rows(
             b = tl.load(pointers, mask=within[:, None] & n_live[None, :], other=0.0)
             v = _planes(v_row, r, within, plane_stride, SPLIT)
             total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-        tl.store(h_pointers, total.to(h_ptr.dtype.element_ty), mask=n_live)
+        tl.store(columns + row.to(tl.int64) * h_stride, total.to(h_ptr.dtype.element_ty), mask=n_live)
     if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
         tl.extra.cuda.gdc_wait()
 
@@ -218,7 +224,7 @@ def _columns(
         tl.store(out_rows + n[None, :], total.to(out_rows.dtype.element_ty), mask=live[:, None] & n_live[None, :])
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles"])
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "rows_of_batch", "n_further"])
 def _expand_tiles(
     h_ptr,
     v_ptr,
@@ -229,7 +235,9 @@ def _expand_tiles(
     first_site,
     sites,
     n_tiles,
-    h_block_stride,
+    rows_of_batch,
+    n_further,
+    tiles_stride,
     h_stride,
     addend_stride,
     max_rank,
@@ -263,13 +271,17 @@ def _expand_tiles(
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
     while tl.max(rows, axis=0) >= 0:
-        rank, b_offset, scale, bias, shared, block, any_part = _entry(
+        rank, b_offset, scale, bias, shared, transformed, any_part = _entry(
             routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
         )
         if any_part:
             live = rows >= 0
             out_rows = h_ptr + rows[:, None] * h_stride + begin
-            h_rows = out_rows + block * h_block_stride
+            h_rows = out_rows
+            if WIDE:
+                in_further = rows_of_tile(tiles_ptr + 2 * tiles_stride, tile, n_tiles, WIDTH, ROWS)
+                further_rows = rows_of_batch + (slice_number - 1) * n_further + in_further
+                h_rows = h_ptr + tl.where(transformed, further_rows, rows)[:, None] * h_stride + begin
             addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
             v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
@@ -340,11 +352,10 @@ def expand(
 ) -> None:
     """``parameters``: those of the table if not given."""
     shared = addend.numel() > 0
-    blocks, rows, _ = h.shape
-    split, _, _, max_rank = v.shape
+    split, rows, n_slices, max_rank = v.shape
     plane_stride, row_stride, slice_stride, _ = v.stride()
-    # Of one block it would vary with the rows, for nothing, and Triton compiles by strides.
-    block_stride = h.stride(0) if blocks > 1 else 0
+    wide = h.shape[0] > rows
+    n_further = (h.shape[0] - rows) // max(1, n_slices - 1)
     parameters = parameters or launch.expand(rows, tile_rows, arena.dtype, max_rank)
     width_step = launch.width_step(slice_offsets)
     n_tiles, sites, _ = routes.shape
@@ -361,16 +372,18 @@ def expand(
             first_site,
             sites,
             n_tiles,
-            block_stride,
-            h.stride(1),
+            rows,
+            n_further,
+            tiles.stride(0),
+            h.stride(0),
             addend.stride(0),
             slice_stride,
             row_stride,
             plane_stride,
             SHARED=shared,
-            WIDE=blocks > 1,
+            WIDE=wide,
             SLICE_OFFSETS=tuple(slice_offsets),
-            N_SLICES=len(slice_offsets) - 1,
+            N_SLICES=n_slices,
             WIDTH_STEP=width_step,
             VECTOR=16 // arena.itemsize,
             SPLIT=split,
@@ -395,16 +408,18 @@ def expand(
         first_site,
         sites,
         n_tiles,
-        block_stride,
-        h.stride(1),
+        rows,
+        n_further,
+        tiles.stride(0),
+        h.stride(0),
         addend.stride(0),
         max_rank,
         row_stride,
         plane_stride,
         SHARED=shared,
-        WIDE=blocks > 1,
+        WIDE=wide,
         SLICE_OFFSETS=tuple(slice_offsets),
-        N_SLICES=len(slice_offsets) - 1,
+        N_SLICES=n_slices,
         WIDTH_STEP=width_step,
         VECTOR=16 // arena.itemsize,
         SPLIT=split,

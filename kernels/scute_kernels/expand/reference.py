@@ -22,16 +22,19 @@ def expand(
     first_site: int,
     slice_offsets: Sequence[int],
 ) -> None:
+    n_rows, n_slices = v.shape[1:3]
+    n_further = (len(h) - n_rows) // max(1, n_slices - 1)
     for tile, rows, _ in live_tiles(tiles):
+        in_further = tiles[2, tile, : len(rows)]
         transformed = (routes[tile, first_site:, ROTATION] >= 0).tolist()
         for i, (begin, end) in enumerate(pairwise(slice_offsets)):
             fields = routes[tile, first_site + i].tolist()
             rank = fields[RANK]
             shared = addend.numel() > 0 and fields[BASIS] >= 0
-            moved = i > 0 and h.shape[0] > 1 and (transformed[0] or transformed[i])
+            moved = i > 0 and n_further > 0 and (transformed[0] or transformed[i])
             if fields[SCALE] < 0 and fields[BIAS] < 0 and not (rank or shared or moved):
                 continue
-            h_slice = h[i if moved else 0, rows, begin:end].float()
+            h_slice = h[n_rows + (i - 1) * n_further + in_further if moved else rows, begin:end].float()
             total = h_slice.clone()
             if fields[SCALE] >= 0:
                 total += h_slice * part(arena, fields[SCALE], end - begin).float()
@@ -41,4 +44,4 @@ def expand(
                 total += v[:, rows, i, :rank].sum(0) @ part(arena, fields[B], rank, end - begin).float()
             if shared:
                 total += addend[rows, begin:end]
-            h[0, rows, begin:end] = total.to(h.dtype)
+            h[rows, begin:end] = total.to(h.dtype)

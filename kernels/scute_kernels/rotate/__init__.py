@@ -5,16 +5,20 @@ from scute_kernels.rotate import kernel, reference
 
 rotate = register(
     "rotate",
-    f"Tensor x, Tensor row_slot, Tensor tiles, {MEMORY}, int first_site, Tensor(a!) out",
+    f"Tensor x, Tensor row_slot, Tensor further, Tensor tiles, {MEMORY}, int first_site, int n_slices, Tensor(a!) out",
     reference.rotate,
     kernel.rotate,
 )
-"""``rotate(x, row_slot, tiles, arena, table, first_site, out)``
+"""``rotate(x, row_slot, further, tiles, arena, table, first_site, n_slices, out)``
 
-``out[i, n] = x[n] R`` with the rotation of row ``n`` at site ``first_site + i``, computed as ``x + x (R - I)`` in fp32
-and rounded once; a copy of ``x[n]`` where there is none, base rows too.
+The inputs of every slice, those of a row ``x[n] R`` with its rotation at the slice's site, computed as
+``x + x (R - I)`` in fp32 and rounded once; a copy of ``x[n]`` where there is none.
 
-``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``out``: ``(n_slices, N, in)`` contiguous, of the same dtype.
-``in`` is a multiple of every block size. The plan is a grouped plan; the rows of a tile have one slot if a rotation of
-them is more than a diagonal.
+``out[n]`` are those of the first slice, site ``first_site``, of all rows, base rows too. ``out[N + (i - 1) * F + j]``
+are those of slice ``i``, site ``first_site + i``, of the ``j``-th row of ``further``, 0 behind the last. ``F`` is what
+``out`` has room for, and must be enough for all rows that are in ``further``.
+
+``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``out``: ``(N + (n_slices - 1) * F, in)`` contiguous, of the
+same dtype. ``in`` is a multiple of every block size. The plan is a grouped plan; the rows of a tile have one slot if a
+rotation of them is more than a diagonal.
 """

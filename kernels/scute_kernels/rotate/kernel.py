@@ -1,4 +1,4 @@
-"""rotate: the Triton kernels. A program does some columns for one slice, of one row, or of a tile or some base rows.
+"""rotate: the Triton kernels. A program does some columns of one row of the output, or of a tile for one slice.
 
 The base layer waits for them. With few rows that is a matter of steps that wait for each other, not of bytes or
 products, so every row goes its own way, and finds and reads its rotation while the kernel before this one ends.
@@ -82,16 +82,20 @@ def _row_product(
     return total
 
 
-@triton.jit(do_not_specialize=["first_site", "sites"])
+@triton.jit(do_not_specialize=["first_site", "sites", "rows_of_batch", "n_further", "further_stride"])
 def _rotate_rows(
     x_ptr,
     row_slot_ptr,
+    further_ptr,
     arena_ptr,
     table_ptr,
     out_ptr,
     first_site,
     sites,
+    rows_of_batch,
+    n_further,
     features,
+    further_stride,
     x_stride,
     VECTOR: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -104,16 +108,23 @@ def _rotate_rows(
     programs as ``COPY`` columns have does these at once."""
     tl.static_assert(COPY % (RUN * BLOCK_OUT) == 0)
     begin = tl.program_id(0) * (RUN * BLOCK_OUT)
-    row = tl.program_id(1).to(tl.int64)
-    slice_number = tl.program_id(2)
-    slot = tl.load(row_slot_ptr + row)
+    number = tl.program_id(1)
+    if number < rows_of_batch:
+        slice_number = 0
+        row = number.to(tl.int64)
+        slot = tl.load(row_slot_ptr + number)
+    else:
+        slice_number = 1 + (number - rows_of_batch) // n_further
+        place = further_ptr + (number - rows_of_batch) % n_further
+        row = tl.load(place).to(tl.int64)
+        slot = tl.load(place + further_stride)
     entry = table_ptr + (slot.to(tl.int64) * sites + first_site + slice_number) * FIELDS
     offset = tl.load(entry + ROTATION, mask=slot >= 0, other=-1)
     k = tl.load(entry + BLOCK, mask=slot >= 0, other=0).to(tl.int32)
     stride = tl.load(entry + BLOCK_STRIDE, mask=slot >= 0, other=0)
     diagonal = (k == 1) & (stride == 1)
     x_row = x_ptr + row * x_stride
-    out_row = out_ptr + (slice_number.to(tl.int64) * tl.num_programs(1) + row) * features
+    out_row = out_ptr + number.to(tl.int64) * features
     if (offset < 0) | diagonal:
         if begin % COPY != 0:
             return
@@ -123,7 +134,7 @@ def _rotate_rows(
         delta = tl.load(delta_ptr + c, mask=live & (offset >= 0), other=0.0).to(tl.float32)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        x = tl.load(x_row + c, mask=live, other=0.0).to(tl.float32)
+        x = tl.load(x_row + c, mask=live & (row >= 0), other=0.0).to(tl.float32)
         total = tl.where(offset >= 0, x + x * delta, x)  # a copy to the bit, of infinities too
         tl.store(out_row + c, total.to(out_ptr.dtype.element_ty), mask=live)
         return
@@ -196,10 +207,11 @@ def _tile_product(
     return total
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "rows_of_batch", "n_tiles"])
+@triton.jit(do_not_specialize=["first_site", "sites", "rows_of_batch", "n_further", "n_tiles"])
 def _rotate_tiles(
     x_ptr,
     row_slot_ptr,
+    further_ptr,
     tiles_ptr,
     arena_ptr,
     table_ptr,
@@ -207,6 +219,7 @@ def _rotate_tiles(
     first_site,
     sites,
     rows_of_batch,
+    n_further,
     n_tiles,
     features,
     tiles_stride,
@@ -223,22 +236,30 @@ def _rotate_tiles(
     begin = tl.program_id(1) * (RUN * BLOCK_OUT)
     end = tl.minimum(begin + RUN * BLOCK_OUT, features)
     tile = tl.program_id(2)
-    out_slice_ptr = out_ptr + slice_number.to(tl.int64) * rows_of_batch * features
+    further = slice_number > 0
+    first_row = tl.where(further, rows_of_batch + (slice_number - 1) * n_further, 0).to(tl.int64)
+    out_slice_ptr = out_ptr + first_row * features
 
-    if tile >= n_tiles:  # base rows are in no tile
-        base_rows = (tile - n_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        base = tl.load(row_slot_ptr + base_rows, mask=base_rows < rows_of_batch, other=0) < 0
-        if tl.max(base.to(tl.int32), axis=0) > 0:
+    if tile >= n_tiles:  # what is in no tile: base rows, and behind the last of ``further``
+        places = (tile - n_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        if further:
+            without = tl.load(further_ptr + places, mask=places < n_further, other=0) < 0
+        else:
+            without = tl.load(row_slot_ptr + places, mask=places < rows_of_batch, other=0) < 0
+        if tl.max(without.to(tl.int32), axis=0) > 0:
             for first_column in tl.range(begin, end, BLOCK_OUT, num_stages=STAGES):
                 c = first_column + tl.arange(0, BLOCK_OUT)
-                copied = base[:, None] & (c < features)[None, :]
-                copy = tl.load(x_ptr + base_rows[:, None] * x_stride + c[None, :], mask=copied)
-                tl.store(out_slice_ptr + base_rows[:, None] * features + c[None, :], copy, mask=copied)
+                mask = without[:, None] & (c < features)[None, :]
+                x_pointers = x_ptr + places[:, None] * x_stride + c[None, :]
+                copy = tl.load(x_pointers, mask=mask & (slice_number == 0), other=0.0)
+                tl.store(out_slice_ptr + places[:, None] * features + c[None, :], copy, mask=mask)
         return
 
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
     slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
-    live = rows >= 0
+    places = rows_of_tile(tiles_ptr + 2 * tiles_stride, tile, n_tiles, ROWS, ROWS)
+    places = tl.where(further, places, rows)
+    live = places >= 0
     length = tl.sum(live.to(tl.int32), axis=0)
     if length == 0:
         return
@@ -251,7 +272,7 @@ def _rotate_tiles(
     blocks = tl.where(diagonal, 0, blocks)
     k = tl.max(blocks, axis=0)
     x_row_ptrs = x_ptr + rows * x_stride
-    out_row_ptrs = out_slice_ptr + rows * features
+    out_row_ptrs = out_slice_ptr + places * features
 
     offset = tl.max(offsets, axis=0)
     stride = tl.max(strides, axis=0)
@@ -329,25 +350,32 @@ def _rotate_tiles(
 def rotate(
     x: torch.Tensor,
     row_slot: torch.Tensor,
+    further: torch.Tensor,
     tiles: torch.Tensor,
     arena: torch.Tensor,
     table: torch.Tensor,
     first_site: int,
+    n_slices: int,
     out: torch.Tensor,
 ) -> None:
-    n_slices, rows, features = out.shape
+    rows, features = x.shape
+    n_further = (out.shape[0] - rows) // max(1, n_slices - 1)
     _, n_tiles, tile_rows = tiles.shape
     if rows <= FEW_ROWS and tile_rows == DECODE_WIDTH:
-        of_rows = launch.rotate_rows(rows * n_slices, features)
-        _rotate_rows[(-(-features // (of_rows.run * of_rows.block_out)), rows, n_slices)](
+        of_rows = launch.rotate_rows(out.shape[0], features)
+        _rotate_rows[(-(-features // (of_rows.run * of_rows.block_out)), out.shape[0])](
             x,
             row_slot,
+            further,
             arena,
             table,
             out,
             first_site,
             table.shape[1],
+            rows,
+            n_further,
             features,
+            further.stride(0),
             x.stride(0),
             VECTOR=16 // arena.itemsize,
             BLOCK_IN=of_rows.block_in,
@@ -365,6 +393,7 @@ def rotate(
     _rotate_tiles[(n_slices, column_groups, places)](
         x,
         row_slot,
+        further,
         tiles,
         arena,
         table,
@@ -372,6 +401,7 @@ def rotate(
         first_site,
         table.shape[1],
         rows,
+        n_further,
         n_tiles,
         features,
         tiles.stride(0),
