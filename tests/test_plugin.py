@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from serving import cpu_environment
 
 sgl_kernel.install()
 
-from scute_patches.decode_cuda_graph_runner import share_attention_wrappers  # noqa: E402
+from scute_patches.decode_cuda_graph_runner import share_attention_wrappers, warmed_up_once  # noqa: E402
 from scute_sglang.compatibility import MODEL_SIGNATURES, SIGNATURES, check  # noqa: E402
 
 OTHER_SGLANG = """
@@ -107,3 +108,17 @@ def test_graphs_of_a_batch_size_share_their_attention_plan(hybrid: bool) -> None
     assert attention._create_decode_wrappers(8, 8) is not first
     share_attention_wrappers(used, anew=True)  # captured again
     assert attention._create_decode_wrappers(4, 4) is not first
+
+
+def test_a_further_graph_is_warmed_up_once() -> None:
+    """SGLang calls a forward to warm up, again, and to capture it."""
+    seen: list[int] = []
+
+    def forward(rows: int, *, pp_proxy_tensors: object = None) -> tuple[int, int]:
+        seen.append(rows)
+        return rows, len(seen)
+
+    run = warmed_up_once(forward)
+    assert "pp_proxy_tensors" in inspect.signature(run).parameters  # SGLang asks
+    assert [run(5), run(5), run(5), run(5)] == [(5, 1), (5, 1), (5, 2), (5, 3)]
+    assert seen == [5, 5, 5]

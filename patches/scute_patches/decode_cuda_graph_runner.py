@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 from sglang.srt.model_executor.runner_utils.capture_mode import capture_lora_variant
@@ -71,7 +71,7 @@ def install() -> None:
             for label in DECODE_VARIANTS:
                 if label != OWN_VARIANT:
                     with capture_lora_variant(label):
-                        original(self, size, forward, stream_idx, label, attention_variant)
+                        original(self, size, warmed_up_once(forward), stream_idx, label, attention_variant)
         return result
 
     def resolve_lora_variant(label: str | None, self, forward_batch) -> str | None:
@@ -81,6 +81,28 @@ def install() -> None:
 
     HookRegistry.register(f"{_RUNNER}.capture_one_shape", capture_one_shape, HookType.AROUND)
     HookRegistry.register(f"{_RUNNER}._resolve_lora_variant", resolve_lora_variant, HookType.AFTER)
+
+
+def warmed_up_once(forward: Callable) -> Callable:
+    """``forward``, whose second call only returns what the first did.
+
+    SGLang runs a forward twice before it captures it. Another graph of a batch size has been warmed up by those before,
+    but for kernels of base GEMMs that only its number of further rows needs.
+    """
+    calls, first = 0, None
+
+    @wraps(forward)
+    def run(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls, first
+        calls += 1
+        if calls == 2:
+            output, first = first, None
+            return output
+        output = forward(*arguments, **named)
+        first = output if calls == 1 else None
+        return output
+
+    return run
 
 
 def share_attention_wrappers(attention: Any, anew: bool) -> None:
