@@ -528,7 +528,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         """
         real = x[:, : layer.in_features]
         inputs = x.new_empty((len(x) + (n_slices - 1) * n_further, real.shape[1]))
-        row_slot = torch.nn.functional.pad(plan.row_slot, (0, max(0, len(x) - len(plan.row_slot))), value=-1)
+        row_slot, missing = plan.row_slot, len(x) - len(plan.row_slot)
+        if missing > 0:  # a copy otherwise too
+            row_slot = torch.nn.functional.pad(row_slot, (0, missing), value=-1)
         memory = (self.pool.arena.tensor, self.pool.table)
         rotate(real, row_slot, plan.further, plan.tiles, *memory, layer.first_site, n_slices, inputs)
         padding = x.shape[1] - real.shape[1]
