@@ -65,6 +65,45 @@ def test_a_small_largest_rank_makes_small_blocks() -> None:
     assert wide[0] == wide[1]
 
 
+@pytest.mark.parametrize("rows", [1, 4, 16, 20, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_programs_of_expand_are_half_as_wide_where_they_are_few(rows: int, dtype: torch.dtype) -> None:
+    whole = launch.expand(rows, 1, dtype, 1024)
+    for offsets in ((0, 4096), (0, 4096, 5120, 6144), (0, 14336, 28672), (0, 128256)):
+        chosen, further = launch.expand_rows(whole, rows, offsets)
+        few = whole.num_warps > 1 and rows * launch.column_blocks(offsets, whole.block_out) < launch.FEW_PROGRAMS
+        assert few == (chosen != whole)
+        assert chosen.block_out * whole.num_warps == whole.block_out * chosen.num_warps
+        assert further >= chosen.block_rank and further & (further - 1) == 0
+        of_thread = max(chosen.block_rank, further) * chosen.block_out // (32 * chosen.num_warps)
+        assert of_thread <= 128  # more would be in no register
+    r16_on_o = launch.expand_rows(launch.expand(16, 1, torch.float16, 1024), 16, (0, 4096))
+    assert r16_on_o[0].num_warps == 1 and r16_on_o[1] == 32
+
+
+@pytest.mark.parametrize(
+    ("rows", "offsets", "run"),
+    [
+        (1024, (0, 4096), 4),
+        (4096, (0, 4096), 16),
+        (8192, (0, 4096), 8),
+        (1024, (0, 4096, 5120, 6144), 4),
+        (2048, (0, 4096, 5120, 6144), 8),
+        (1024, (0, 14336, 28672), 8),
+    ],
+)
+def test_waves_of_a_prefill(rows: int, offsets: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fastest on an H200, or within 3 % of that."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
+    parameters = launch.expand(rows, PREFILL_WIDTH, torch.float16, 64)
+    assert launch.expand_run(parameters, rows, PREFILL_WIDTH, offsets) == run
+    alone = dataclasses.replace(parameters, run=1)
+    assert launch.expand_run(alone, rows, PREFILL_WIDTH, offsets) in (1, 2)
+    assert launch.expand_run(parameters, rows, DECODE_WIDTH, offsets) == parameters.run
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 0)
+    assert launch.expand_run(parameters, rows, PREFILL_WIDTH, offsets) == parameters.run
+
+
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
 def test_blocks_of_ranks(kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs of prefill with 256 ranks are resident, or there are no such."""

@@ -83,7 +83,7 @@ def membership(
 
 
 @triton.jit
-def slice_of_block(block, SLICE_OFFSETS: tl.constexpr, N_SLICES: tl.constexpr, BLOCK_OUT: tl.constexpr):
+def slice_of_block(block, SLICE_OFFSETS: tl.constexpr, N_SLICES: tl.constexpr, block_out):
     """Of the n-th block of columns of a module: its slice, the slice's first column and width, and the block's first
     column within the slice. A block lies in one slice."""
     slice_number = 0
@@ -96,8 +96,8 @@ def slice_of_block(block, SLICE_OFFSETS: tl.constexpr, N_SLICES: tl.constexpr, B
             slice_number = i
             begin = SLICE_OFFSETS[i]
             width = SLICE_OFFSETS[i + 1] - SLICE_OFFSETS[i]
-            first_column = (block - blocks_before) * BLOCK_OUT
-        blocks_before += (SLICE_OFFSETS[i + 1] - SLICE_OFFSETS[i] + BLOCK_OUT - 1) // BLOCK_OUT
+            first_column = (block - blocks_before) * block_out
+        blocks_before += (SLICE_OFFSETS[i + 1] - SLICE_OFFSETS[i] + block_out - 1) // block_out
     return slice_number, begin, width, first_column
 
 

@@ -97,6 +97,9 @@ class SharedExpand:
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
 LONG_RANK, LONG_ROWS = 64, 4096  # see long_block
+FEW_PROGRAMS = 700  # see expand_rows
+_ELEMENTS = 128  # of b in the registers of a thread
+_RESIDENT_TILES = 3  # programs of expand for tiles of prefill on a multiprocessor, see few_registers
 # Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
 _COMMON_RANK = 256
 
@@ -192,6 +195,35 @@ def expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> Expa
     return replace(chosen, block_rank=_block(max_rank, chosen.block_rank), pdl=chosen.pdl and supports_pdl())
 
 
+def expand_rows(parameters: Expand, n_tiles: int, slice_offsets: Sequence[int]) -> tuple[Expand, int]:
+    """Where a tile is one row: those of a module, and the block of ranks behind the first, which has the most common.
+
+    With few columns and rows there are few programs, so these are half as wide, with half the warps, and read as many
+    further ranks at once as registers have room for: in small blocks, one after another, these would not come at the
+    pace of the memory. Of many programs, more registers would let fewer be resident.
+    """
+    programs = column_blocks(slice_offsets, parameters.block_out) * n_tiles
+    if programs >= FEW_PROGRAMS or parameters.num_warps == 1:
+        return parameters, parameters.block_rank
+    half = replace(parameters, block_out=parameters.block_out // 2, num_warps=parameters.num_warps // 2)
+    return half, max(half.block_rank, _ELEMENTS * 32 * half.num_warps // half.block_out)
+
+
+def expand_run(parameters: Expand, rows: int, tile_rows: int, slice_offsets: Sequence[int]) -> int:
+    """Where a tile is more than one row: blocks of columns that a program does, about those of the table. In prefill,
+    what makes the shortest waves of programs, each of which takes as long as three blocks more: 4096 rows of 4096
+    columns are two waves of 512 programs on an H200, or one of 256 programs of twice as many blocks."""
+    run, resident = parameters.run, _RESIDENT_TILES * _multiprocessors()
+    if tile_rows <= DECODE_WIDTH or not resident:
+        return run
+
+    def cost(run: int) -> int:
+        programs = column_blocks(slice_offsets, run * parameters.block_out) * -(-rows // tile_rows)
+        return -(-programs // resident) * (run + 3)
+
+    return min((run, max(1, run // 2), 2 * run), key=cost)
+
+
 def rank_blocks(
     parameters: Expand, tile_rows: int, dtype: torch.dtype, max_rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -256,6 +288,12 @@ def lookup(max_rank: int) -> Lookup:
 def supports_pdl() -> bool:
     """Whether a kernel can begin while the one before it ends (programmatic dependent launch): from Hopper on."""
     return _compiles_for_nvidia() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    """0 if not of an NVIDIA GPU."""
+    return torch.cuda.get_device_properties().multi_processor_count if _compiles_for_nvidia() else 0
 
 
 @functools.cache

@@ -106,10 +106,11 @@ def _expand_rows(
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    FURTHER_RANKS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every tile is one row."""
+    """Every tile is one row. ``FURTHER_RANKS``: block of ranks behind the first ``BLOCK_RANK``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
@@ -131,10 +132,10 @@ def _expand_rows(
     if (row >= 0) & any_part:
         # The adapter's own memory is read while the kernel before this one may be at work; h, v and addend are not.
         r = tl.arange(0, BLOCK_RANK)
+        within = r < rank
         b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
-        b = tl.load(
-            b_ptr + r[:, None].to(tl.int64) * width + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0
-        )
+        pointers = b_ptr + r[:, None].to(tl.int64) * width + n[None, :]
+        b = tl.load(pointers, mask=within[:, None] & n_live[None, :], other=0.0)
         scale_vector = _vector(arena_ptr, scale, n, n_live, VECTOR)
         bias_vector = _vector(arena_ptr, bias, n, n_live, VECTOR)
         if PDL:
@@ -146,15 +147,15 @@ def _expand_rows(
             addend_pointers = addend_ptr + row.to(tl.int64) * addend_stride + begin + n
             total += tl.load(addend_pointers, mask=n_live & shared, other=0.0)
         v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
-        v = _planes(v_row, r, r < rank, plane_stride, SPLIT)
+        v = _planes(v_row, r, within, plane_stride, SPLIT)
         total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-        for first_rank in range(BLOCK_RANK, rank, BLOCK_RANK):
-            r = first_rank + tl.arange(0, BLOCK_RANK)
-            within = r < rank
-            pointers = b_ptr + r[:, None].to(tl.int64) * width + n[None, :]
-            b = tl.load(pointers, mask=within[:, None] & n_live[None, :], other=0.0)
-            v = _planes(v_row, r, within, plane_stride, SPLIT)
-            total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
+        for first_rank in range(BLOCK_RANK, rank, FURTHER_RANKS):
+            further = first_rank + tl.arange(0, FURTHER_RANKS)
+            exist = further < rank
+            further_pointers = b_ptr + further[:, None].to(tl.int64) * width + n[None, :]
+            further_b = tl.load(further_pointers, mask=exist[:, None] & n_live[None, :], other=0.0)
+            further_v = _planes(v_row, further, exist, plane_stride, SPLIT)
+            total += tl.sum(further_b.to(tl.float32) * further_v[:, None], axis=0)
         tl.store(columns + row.to(tl.int64) * h_stride, total.to(h_ptr.dtype.element_ty), mask=n_live)
     if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
         tl.extra.cuda.gdc_wait()
@@ -224,7 +225,7 @@ def _columns(
         tl.store(out_rows + n[None, :], total.to(out_rows.dtype.element_ty), mask=live[:, None] & n_live[None, :])
 
 
-@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "rows_of_batch", "n_further"])
+@triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "rows_of_batch", "n_further", "run"])
 def _expand_tiles(
     h_ptr,
     v_ptr,
@@ -243,6 +244,7 @@ def _expand_tiles(
     max_rank,
     row_stride,
     plane_stride,
+    run,
     SHARED: tl.constexpr,
     WIDE: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
@@ -257,16 +259,16 @@ def _expand_tiles(
     N_RANK_BLOCKS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    """Does ``RUN`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
+    """Does ``run`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
     ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``; larger ranks go by blocks of ``BLOCK_RANK``."""
     slice_number, begin, width, first_column = slice_of_block(
-        tl.program_id(0), SLICE_OFFSETS, N_SLICES, RUN * BLOCK_OUT
+        tl.program_id(0), SLICE_OFFSETS, N_SLICES, run * BLOCK_OUT
     )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
-    last_column = tl.minimum(first_column + RUN * BLOCK_OUT, width)
+    first_column = known_multiple(first_column, BLOCK_OUT)
+    last_column = tl.minimum(first_column + run * BLOCK_OUT, width)
 
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
@@ -361,6 +363,7 @@ def expand(
     n_tiles, sites, _ = routes.shape
     width = tiles.shape[2]
     if tile_rows == 1:
+        parameters, further_ranks = launch.expand_rows(parameters, n_tiles, slice_offsets)
         column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
         _expand_rows[(column_blocks, n_tiles)](
             h,
@@ -389,6 +392,7 @@ def expand(
             SPLIT=split,
             WIDTH=width,
             BLOCK_RANK=parameters.block_rank,
+            FURTHER_RANKS=further_ranks,
             BLOCK_OUT=parameters.block_out,
             PDL=parameters.pdl,
             num_warps=parameters.num_warps,
@@ -396,7 +400,8 @@ def expand(
             **launch.options(parameters.pdl),
         )
         return
-    column_blocks = launch.column_blocks(slice_offsets, parameters.run * parameters.block_out)
+    run = launch.expand_run(parameters, rows, tile_rows, slice_offsets)
+    column_blocks = launch.column_blocks(slice_offsets, run * parameters.block_out)
     rank_blocks, stages = launch.rank_blocks(parameters, tile_rows, arena.dtype, max_rank)
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
@@ -416,6 +421,7 @@ def expand(
         max_rank,
         row_stride,
         plane_stride,
+        run,
         SHARED=shared,
         WIDE=wide,
         SLICE_OFFSETS=tuple(slice_offsets),
@@ -430,7 +436,6 @@ def expand(
         N_RANK_BLOCKS=len(rank_blocks),
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
-        RUN=parameters.run,
         num_warps=parameters.num_warps,
         num_stages=1,  # of the loop over ranks: each stage would hold every plane of v
         **launch.few_registers(parameters.num_warps),
