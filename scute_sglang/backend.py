@@ -26,7 +26,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import LONG_ROWS, scratch_ranks, shrink_split, widest_block
+from scute_kernels.launch import scratch_ranks, shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
@@ -271,8 +271,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Launch every kernel of the graphs, and of the eager forwards of a prefill, of up to so many rows, for base
         rows. ``variants``: of decode graphs; ``None`` for prefill.
 
-        Powers of two stand for all numbers of rows: what is compiled depends on the order of magnitude, and on whether
-        they are ``LONG_ROWS``.
+        Powers of two and one less stand for all numbers of rows: what is compiled depends on the order of magnitude.
         """
         kinds = {
             (type(layer), layer.slice_offsets, layer.inputs, layer.in_features): layer for layer in self.site_map.layers
@@ -281,7 +280,8 @@ class ScuteLoRABackend(BaseLoRABackend):
             for variant in variants:
                 decode = variant is not None
                 plans = self._fill([], [], self._plan_memory(rows, DECODE_WIDTH if decode else PREFILL_WIDTH))
-                sizes = {*(1 << power for power in range(rows.bit_length())), min(LONG_ROWS - 1, rows), rows}
+                powers = [1 << power for power in range(rows.bit_length() + 1)]
+                sizes = {rows, *(size for power in powers for size in (power - 1, power) if 0 < size <= rows)}
                 # Eager prefills may have a narrower scratch.
                 for rank in [self.max_rank] if decode else scratch_ranks(self.max_rank):
                     self.batch_info = Batch(

@@ -87,6 +87,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
     monkeypatch.setattr(launch, "supports_pdl", lambda: True)
     monkeypatch.setattr(launch, "_compiles_for_nvidia", lambda: True)
     monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
     for module in (expand, rotate, route, shared_expand, shared_route, shared_shrink, shrink):
         name = module.__name__.split(".")[-2]
         monkeypatch.setattr(backend_module, name, getattr(module, name))

@@ -65,7 +65,7 @@ def test_a_small_largest_rank_makes_small_blocks() -> None:
     assert wide[0] == wide[1]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16, 20, 64])
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_programs_of_expand_are_half_as_wide_where_they_are_few(rows: int, dtype: torch.dtype) -> None:
     whole = launch.expand(rows, 1, dtype, 1024)
@@ -73,6 +73,7 @@ def test_programs_of_expand_are_half_as_wide_where_they_are_few(rows: int, dtype
         chosen, further = launch.expand_rows(whole, rows, offsets)
         few = whole.num_warps > 1 and rows * launch.column_blocks(offsets, whole.block_out) < launch.FEW_PROGRAMS
         assert few == (chosen != whole)
+        assert launch.expand_rows(whole, 2 * rows - 1, offsets) == (chosen, further)  # the same order of magnitude
         assert chosen.block_out * whole.num_warps == whole.block_out * chosen.num_warps
         assert further >= chosen.block_rank and further & (further - 1) == 0
         of_thread = max(chosen.block_rank, further) * chosen.block_out // (32 * chosen.num_warps)

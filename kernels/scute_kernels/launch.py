@@ -200,9 +200,10 @@ def expand_rows(parameters: Expand, n_tiles: int, slice_offsets: Sequence[int]) 
 
     With few columns and rows there are few programs, so these are half as wide, with half the warps, and read as many
     further ranks at once as registers have room for: in small blocks, one after another, these would not come at the
-    pace of the memory. Of many programs, more registers would let fewer be resident.
+    pace of the memory. Of many programs, more registers would let fewer be resident. Tiles count as a power of two, at
+    most as many, so that a server can rehearse all there is.
     """
-    programs = column_blocks(slice_offsets, parameters.block_out) * n_tiles
+    programs = column_blocks(slice_offsets, parameters.block_out) << (n_tiles.bit_length() - 1)
     if programs >= FEW_PROGRAMS or parameters.num_warps == 1:
         return parameters, parameters.block_rank
     half = replace(parameters, block_out=parameters.block_out // 2, num_warps=parameters.num_warps // 2)
