@@ -58,7 +58,7 @@ import triton.language as tl
 from scute_kernels import launch
 from scute_kernels.expand import kernel as expand_kernel
 from scute_kernels.expand import reference as expand_reference
-from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, MOST_DECODE_ROWS, few_further, own_tile_rows
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS, MOST_DECODE_ROWS, own_tile_rows, room_for_further
 from scute_kernels.rotate import kernel as rotate_kernel
 from scute_kernels.rotate import reference as rotate_reference
 from scute_kernels.shared_expand import kernel as shared_expand_kernel
@@ -332,9 +332,7 @@ class TunedSites(Sites):
         self.beside = batch.shares and batch.decode
         self.inputs: torch.Tensor | None = None  # of all slices, if the graph transforms them
         if batch.rotates(module):
-            few = few_further(self.n_rows)
-            n_further = few if self.n_further <= few else self.n_rows  # as a graph has room for
-            with_further = self.n_rows + (self.n_slices - 1) * n_further
+            with_further = self.n_rows + (self.n_slices - 1) * room_for_further(self.n_rows, self.n_further)
             self.inputs = torch.empty(with_further, module.in_features, dtype=dtype, device=DEVICE)
             self.h = torch.randn(with_further, self.offsets[-1], dtype=dtype, device=DEVICE)
 

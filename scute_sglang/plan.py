@@ -29,6 +29,7 @@ from scute_converter.methods.glora import WeightToBias
 from scute_converter.normal_form import Adapter, NormalForm, Pair
 from scute_converter.sharding import shard
 from scute_kernels import table
+from scute_kernels.plan import room_for_further
 from scute_sglang.arena import Arena
 from scute_sglang.base_folder import BaseProjection
 from scute_sglang.convert import with_sizes
@@ -317,8 +318,9 @@ class Step:
 def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
     """One token for each request. ``requests``: the adapter of each."""
     adapters = {tenant.digest: tenant for tenant in requests}.values()
-    rotated = {number for tenant in adapters for number, parts in tenant.parts.items() if parts.rotate}
-    rotates_fused = any(model.modules[number].slices > 1 for number in rotated)
+    rotated = {tenant.digest: {n for n, parts in tenant.parts.items() if parts.rotate} for tenant in adapters}
+    fused = {digest for digest, numbers in rotated.items() if any(model.modules[n].slices > 1 for n in numbers)}
+    n_further = sum(tenant.digest in fused for tenant in requests)
     shares = any(parts.bases for tenant in adapters for parts in tenant.parts.values())
     kernels = [
         kernel
@@ -328,8 +330,9 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
             adapters=[tenant.parts[number] for tenant in adapters if number in tenant.parts],
             rows=[tenant.parts[number] for tenant in requests if number in tenant.parts],
             batch=len(requests),
+            n_further=room_for_further(len(requests), n_further),
             shares=shares,
-            rotates=bool(rotated) and (rotates_fused or module.slices == 1),
+            rotates=bool(fused) or (module.slices == 1 and any(rotated.values())),
         )
     ]
     return Step(
@@ -340,13 +343,20 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
 
 
 def _kernels(
-    module: Module, adapters: Sequence[Parts], rows: Sequence[Parts], batch: int, shares: bool, rotates: bool
+    module: Module,
+    adapters: Sequence[Parts],
+    rows: Sequence[Parts],
+    batch: int,
+    n_further: int,
+    shares: bool,
+    rotates: bool,
 ) -> list[tuple[int, float]]:
     """Bytes and floor of each kernel at a module.
 
     A graph holds the operators of every module, whether an adapter of the batch has parts there or not: those without
     work cost a launch. ``adapters``: the different ones that have parts here. ``rows``: those of each request.
-    ``batch``: all requests. ``shares``, ``rotates``: whether the graph has shared bases, and input transforms here.
+    ``batch``: all requests. ``n_further``: further rows for each slice but the first. ``shares``, ``rotates``: whether
+    the graph has shared bases, and input transforms here.
     """
     size = SERVED.itemsize
     bases: dict[str, tuple[int, int]] = {}
@@ -365,7 +375,8 @@ def _kernels(
         shared = sum(parts.shared for parts in adapters) + sum(b for _, b in bases.values())
         kernels += [(sum(a for a, _ in bases.values()) * size, 0.0), (shared * size, 0.0)]
     if rotates:
-        copies = batch * module.in_features * (1 + module.slices)  # the inputs read, and written for each slice
+        # All inputs read, and those of every slice written.
+        copies = module.in_features * (2 * batch + (module.slices - 1) * n_further)
         kernels.append(((rotation + copies) * size, IN_LINE if rotation else LAUNCH))
     return kernels
 

@@ -195,6 +195,11 @@ def test_rotations_of_fused_projections_copy_the_inputs_of_each_slice(model: Mod
     assert step.seconds == pytest.approx(2 * 3 * IN_LINE + (12 + 10) * LAUNCH)
     # One adapter that rotates fused projections brings the whole batch into that graph.
     assert decode_step(model, [tenants["ia3"], tenants["oft"]], H200).launches == step.launches
+    # The graph for up to two such requests of five has room for two at k, v and up, the other for all five.
+    few, every = (
+        decode_step(model, [tenants["oft"]] * count + [tenants["lora"]] * (5 - count), H200).moved for count in (2, 3)
+    )
+    assert every - few == 2 * (5 - 2) * 3 * (30 * 2 + 30)
     assert set(tenants["oft"].lora_ranks.values()) == {30, 14}
 
 

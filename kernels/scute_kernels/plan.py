@@ -81,9 +81,14 @@ def most_tiles(rows: int, width: int, slots: int) -> int:
 
 
 def few_further(rows: int) -> int:
-    """F of a decode graph of ``rows`` rows for batches in which no more have further rows: a quarter of the
-    batch, the share that one method of several has. Other graphs have room for all rows."""
+    """F of a decode graph of ``rows`` rows for batches in which no more have further rows: a quarter, about the share
+    that one method of several has."""
     return -(-rows // 4)
+
+
+def room_for_further(rows: int, n_further: int) -> int:
+    """F of the decode graph for a batch of ``rows`` rows, of which ``n_further`` have further rows."""
+    return few_further(rows) if n_further <= few_further(rows) else rows
 
 
 def packed_size(rows: int, width: int, slots: int) -> int:
