@@ -18,7 +18,8 @@ The order is that of a server. In decode ``shared_shrink`` runs on a second stre
 it where there is a shared basis or an input transform; ``expand`` waits for all and adds it. In prefill there is one
 stream, and ``shared_expand`` adds to ``h`` after ``expand``.
 
-An input transform (``rotate``) comes before the base GEMM, which then has rows of its own for each slice of a module.
+An input transform (``rotate``) comes before the base GEMM, which then has further rows for each slice of a module but
+the first. ``expand`` adapts the parameters of a candidate to a module as it does those of the table, see ``launch.py``.
 
 Stages: ``floor``, an empty kernel per launch, and a chain of dependent loads from memory, per load; ``mix``, batches of
 several methods with the parameters of the checked-in table, which nothing is tuned for. Then those that begin with the

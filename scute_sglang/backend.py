@@ -271,7 +271,9 @@ class ScuteLoRABackend(BaseLoRABackend):
         """Launch every kernel of the graphs, and of the eager forwards of a prefill, of up to so many rows, for base
         rows. ``variants``: of decode graphs; ``None`` for prefill.
 
-        Powers of two and one less stand for all numbers of rows: what is compiled depends on the order of magnitude.
+        Powers of two and one less stand for all numbers of rows. What is compiled depends on the entry of the launch
+        table, each of which ends with a power of two, on ``LONG_ROWS``, which is one, and in ``launch.expand_rows`` on
+        the power of two below: so 5 to 7 rows are alike, but neither like 4 nor like 8.
         """
         kinds = {
             (type(layer), layer.slice_offsets, layer.inputs, layer.in_features): layer for layer in self.site_map.layers
@@ -354,13 +356,13 @@ class ScuteLoRABackend(BaseLoRABackend):
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         shared = {slot for slot, adapter in live.items() if adapter.shared}
-        transformed = {slot for slot, adapter in live.items() if adapter.rotates_fused}
+        with_further = {slot for slot, adapter in live.items() if adapter.rotates_fused}
         # A fresh pinned tensor each time: the copy may still be under way when the next batch is planned.
         host = torch.empty(memory.packed.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         rows, width, apart = memory.rows, memory.width, [-1] * self.max_loras_per_batch
         tile_rows = own_tile_rows(sum(counts), width)
-        build_plan(slots, counts, apart, rows, width, tile_rows, transformed=transformed, out=host[0])
-        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, transformed, out=host[1])
+        build_plan(slots, counts, apart, rows, width, tile_rows, with_further=with_further, out=host[0])
+        build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, with_further, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
         plans = Plans(
             view_plan(memory.packed[0], rows, width, memory.routes),
@@ -523,13 +525,13 @@ class ScuteLoRABackend(BaseLoRABackend):
         """The inputs of every slice, as ``rotate`` writes them, padded as ``x`` is. ``plan``: of the rows of ``x``, or
         of the first of them, if behind these SGLang has padded.
 
-        In decode, where reading the weight once is what the base GEMM takes, these are one; the columns of other slices
-        are computed in vain for a further row.
+        In decode the base GEMM is bound by reading the weight, so one GEMM takes the inputs of all slices; of a further
+        row, the columns of other slices are computed in vain.
         """
         real = x[:, : layer.in_features]
         inputs = x.new_empty((len(x) + (n_slices - 1) * n_further, real.shape[1]))
         row_slot, missing = plan.row_slot, len(x) - len(plan.row_slot)
-        if missing > 0:  # a copy otherwise too
+        if missing > 0:  # else pad would copy, which every decode would wait for
             row_slot = torch.nn.functional.pad(row_slot, (0, missing), value=-1)
         memory = (self.pool.arena.tensor, self.pool.table)
         rotate(real, row_slot, plan.further, plan.tiles, *memory, layer.first_site, n_slices, inputs)
@@ -579,7 +581,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             counts = [count for _, count in owners]
             rows, width = sum(counts), PREFILL_WIDTH
             groups = self.pool.groups(slots)
-            packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width, transformed=slots)
+            packed = build_plan([slot for slot, _ in owners], counts, groups, rows, width, width, with_further=slots)
             plan = view_plan(self._to_device(packed), rows, width, packed)  # no operator asks for its routes
             chosen = np.repeat([slot in slots for slot in batch.slots], batch.counts)
             of_chosen, others = self._rows(chosen, most_runs=1), self._rows(~chosen, MOST_RUNS)

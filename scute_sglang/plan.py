@@ -330,7 +330,7 @@ def decode_step(model: Model, requests: Sequence[Tenant], gpu: Gpu) -> Step:
             adapters=[tenant.parts[number] for tenant in adapters if number in tenant.parts],
             rows=[tenant.parts[number] for tenant in requests if number in tenant.parts],
             batch=len(requests),
-            n_further=room_for_further(len(requests), n_further),
+            room=room_for_further(len(requests), n_further),
             shares=shares,
             rotates=bool(fused) or (module.slices == 1 and any(rotated.values())),
         )
@@ -347,7 +347,7 @@ def _kernels(
     adapters: Sequence[Parts],
     rows: Sequence[Parts],
     batch: int,
-    n_further: int,
+    room: int,
     shares: bool,
     rotates: bool,
 ) -> list[tuple[int, float]]:
@@ -355,7 +355,7 @@ def _kernels(
 
     A graph holds the operators of every module, whether an adapter of the batch has parts there or not: those without
     work cost a launch. ``adapters``: the different ones that have parts here. ``rows``: those of each request.
-    ``batch``: all requests. ``n_further``: further rows for each slice but the first. ``shares``, ``rotates``: whether
+    ``batch``: all requests. ``room``: further rows for each slice but the first. ``shares``, ``rotates``: whether
     the graph has shared bases, and input transforms here.
     """
     size = SERVED.itemsize
@@ -376,7 +376,7 @@ def _kernels(
         kernels += [(sum(a for a, _ in bases.values()) * size, 0.0), (shared * size, 0.0)]
     if rotates:
         # All inputs read, and those of every slice written.
-        copies = module.in_features * (2 * batch + (module.slices - 1) * n_further)
+        copies = module.in_features * (2 * batch + (module.slices - 1) * room)
         kernels.append(((rotation + copies) * size, IN_LINE if rotation else LAUNCH))
     return kernels
 

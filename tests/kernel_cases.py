@@ -259,7 +259,7 @@ def make_case(
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     sharing = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
     transforming = [slot for slot in range(n_slots) if (table[slot, :, BLOCK] > 0).any()]
-    n_further = sum(count for slot, count in requests if slot in transforming) + choose.choice([0, 3])
+    n_further = min(rows, sum(count for slot, count in requests if slot in transforming) + choose.choice([0, 3]))
     plans = {}
     for name, tile_rows, its_groups, leaders, fields in (
         ("own", own_tile_rows(rows, width), [-1] * n_slots, [], FIELDS),

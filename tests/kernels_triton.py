@@ -156,6 +156,73 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
     )
 
 
+@pytest.mark.parametrize("run", [1, 2, 6])
+def test_runs_of_expand(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of columns that a program does, whatever the table has, and slices that end within one."""
+    monkeypatch.setattr(launch, "expand_run", lambda *_: run)
+    for places, seed in ((DECODE_WIDTH, 1), (PREFILL_WIDTH, 2)):
+        case = make_case(
+            seed=seed,
+            dtype=torch.float32,
+            in_features=24,
+            widths=(200, 72, 136),
+            methods=("lora", "dora", "oft", "everything"),
+            requests=[(0, 3), (1, 2), (-1, 2), (2, 1), (3, 2)],
+            spare_rows=60,
+            max_rank=9,
+            split=1,
+            places=places,
+            wide=True,
+        )
+        check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_long_pairs_of_rows(seed: int) -> None:
+    """Few programs: the ranks behind the first block come in larger ones."""
+    case = make_case(
+        seed=seed,
+        dtype=torch.float16,
+        in_features=40,
+        widths=(144, 23),
+        methods=("lora", "dora", "oft", "everything"),
+        requests=[(0, 2), (1, 1), (-1, 1), (2, 1), (3, 1)],
+        spare_rows=seed,
+        max_rank=110,
+        split=1,
+        wide=True,
+    )
+    chosen, later_ranks = launch.expand_rows(
+        launch.expand(len(case.slots), 1, torch.float16, case.scratch_rank), len(case.slots), case.slice_offsets
+    )
+    ranks = case.table[..., RANK]
+    assert later_ranks > chosen.block_rank and ranks.max() > chosen.block_rank + later_ranks
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("places", [DECODE_WIDTH, PREFILL_WIDTH])
+def test_tiles_of_rows_with_and_without_further_rows(places: int, dtype: torch.dtype) -> None:
+    case = make_case(
+        seed=5,
+        dtype=dtype,
+        in_features=48,
+        widths=(32, 20, 8),
+        methods=("ia3", "lora", "ia3", "dora", "oft"),
+        requests=[(0, 3), (1, 4), (2, 2), (-1, 1), (3, 5), (4, 2)],
+        spare_rows=60,
+        max_rank=5,
+        split=1,
+        places=places,
+        wide=True,
+    )
+    rows, _, in_further = case.grouped.tiles
+    mixed = ((rows >= 0) & (in_further >= 0)).any(1) & ((rows >= 0) & (in_further < 0)).any(1)
+    assert mixed.any() and 0 < case.n_further < len(case.slots)
+    check_rotate(rotate_kernel.rotate, case.to(DEVICE))
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("largest", "seed"), [(62, 64), (100, 106), (126, 126), (200, 203), (254, 263), (300, 301)])
 def test_large_ranks_of_a_prefill(largest: int, seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

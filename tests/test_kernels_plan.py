@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scute_kernels.plan import FEW_ROWS, build_plan, most_tiles, packed_size, view_plan
+from scute_kernels.plan import (
+    FEW_ROWS,
+    build_plan,
+    few_further,
+    most_tiles,
+    packed_size,
+    room_for_further,
+    view_plan,
+)
 
 SLOTS = 6
 NO_ROUTES = torch.empty(0)  # of no interest here
@@ -92,7 +100,7 @@ def test_views_follow_the_packed_plan() -> None:
     """A graph keeps the views: filling the packed plan again renews them."""
     packed = build_plan([0], [5], [-1, -1], 9, 16, 16)
     plan = view_plan(packed, 9, 16, NO_ROUTES)
-    build_plan([1, 0], [2, 3], [-1, -1], 9, 16, 16, transformed=[0], out=packed)
+    build_plan([1, 0], [2, 3], [-1, -1], 9, 16, 16, with_further=[0], out=packed)
     assert plan.row_slot.tolist() == [1, 1, 0, 0, 0, -1, -1, -1, -1]
     assert plan.further[:, :4].tolist() == [[2, 3, 4, -1], [0, 0, 0, -1]]
     assert plan.tiles[:, :2, :4].tolist() == [
@@ -117,3 +125,10 @@ def test_a_plan_of_many_rows_has_room_for_a_tile_of_each_of_few() -> None:
 def test_too_many_rows() -> None:
     with pytest.raises(ValueError, match="12 rows, the plan has room for 11"):
         build_plan([0, -1], [7, 5], [-1], 11, 16, 16)
+
+
+def test_a_larger_graph_has_room_for_the_further_rows_of_a_batch() -> None:
+    for rows in range(1, 600):
+        assert 1 <= few_further(rows) <= few_further(rows + 1) <= rows + 1
+        for n_further in range(rows + 1):
+            assert n_further <= room_for_further(rows, n_further) <= rows

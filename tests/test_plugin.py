@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from scute_patches import sgl_kernel
 from scute_patches.signatures import IncompatibleSGLangError
@@ -110,15 +111,20 @@ def test_graphs_of_a_batch_size_share_their_attention_plan(hybrid: bool) -> None
     assert attention._create_decode_wrappers(4, 4) is not first
 
 
-def test_a_further_graph_is_warmed_up_once() -> None:
-    """SGLang calls a forward to warm up, again, and to capture it."""
+def test_a_further_graph_is_warmed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls a forward to warm up, again, and to capture it; what is captured always runs."""
     seen: list[int] = []
 
     def forward(rows: int, *, pp_proxy_tensors: object = None) -> tuple[int, int]:
         seen.append(rows)
         return rows, len(seen)
 
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     run = warmed_up_once(forward)
     assert "pp_proxy_tensors" in inspect.signature(run).parameters  # SGLang asks
     assert [run(5), run(5), run(5), run(5)] == [(5, 1), (5, 1), (5, 2), (5, 3)]
     assert seen == [5, 5, 5]
+    run = warmed_up_once(forward)
+    assert run(6) == (6, 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert run(6) == (6, 5)

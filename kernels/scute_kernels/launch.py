@@ -69,9 +69,9 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Expand:
-    """Of ``expand``. Where a tile is one row: ``pdl``, programmatic dependent launch, see ``supports_pdl``. Where it is
-    more: ``run``, blocks of columns that a program does, one after another, and ``tile_programs``, how many programs
-    share the tiles of these, at most."""
+    """Of ``expand``. Where a tile is one row: ``pdl``, programmatic dependent launch, see ``supports_pdl``, and what
+    ``expand_rows`` makes of the others. Where it is more: ``run``, blocks of columns that a program does, one after
+    another, about, see ``expand_run``, and ``tile_programs``, how many programs share the tiles of these, at most."""
 
     block_rank: int
     block_out: int
@@ -84,7 +84,8 @@ class Expand:
 
 @dataclass(frozen=True)
 class SharedExpand:
-    """Of ``shared_expand``. ``run`` and ``tile_programs`` as of ``expand``."""
+    """Of ``shared_expand``. ``run``: blocks of columns that a program does, one after another. ``tile_programs``: how
+    many programs share the tiles of these, at most."""
 
     block_rank: int
     block_out: int
@@ -97,9 +98,10 @@ class SharedExpand:
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
 LONG_RANK, LONG_ROWS = 64, 4096  # see long_block
-FEW_PROGRAMS = 700  # see expand_rows
-_ELEMENTS = 128  # of b in the registers of a thread
-_RESIDENT_TILES = 3  # programs of expand for tiles of prefill on a multiprocessor, see few_registers
+# Below so many, programs of expand for rows are half as wide. On an H200 that was faster for 16 and 24 rows at o, q, k
+# and v, 256 to 576 programs, up to a third for r256; it was slower for 32 at the latter, 768, and for gate and up.
+FEW_PROGRAMS = 700
+_ELEMENTS = 128  # of b in the registers of a thread, the most with which nothing spills
 # Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
 _COMMON_RANK = 256
 
@@ -199,11 +201,11 @@ def expand_rows(parameters: Expand, n_tiles: int, slice_offsets: Sequence[int]) 
     """Where a tile is one row: those of a module, and the block of ranks behind the first, which has the most common.
 
     With few columns and rows there are few programs, so these are half as wide, with half the warps, and read as many
-    further ranks at once as registers have room for: in small blocks, one after another, these would not come at the
-    pace of the memory. Of many programs, more registers would let fewer be resident. Tiles count as a power of two, at
-    most as many, so that a server can rehearse all there is.
+    later ranks at once as registers have room for: in small blocks, one after another, these would not come at the pace
+    of the memory. Of many programs, more registers would let fewer be resident. A program of one warp stays as it is.
+    Tiles count as a power of two, at most as many, so that a server can rehearse all there is.
     """
-    programs = column_blocks(slice_offsets, parameters.block_out) << (n_tiles.bit_length() - 1)
+    programs = column_blocks(slice_offsets, parameters.block_out) << max(0, n_tiles.bit_length() - 1)
     if programs >= FEW_PROGRAMS or parameters.num_warps == 1:
         return parameters, parameters.block_rank
     half = replace(parameters, block_out=parameters.block_out // 2, num_warps=parameters.num_warps // 2)
@@ -211,15 +213,20 @@ def expand_rows(parameters: Expand, n_tiles: int, slice_offsets: Sequence[int]) 
 
 
 def expand_run(parameters: Expand, rows: int, tile_rows: int, slice_offsets: Sequence[int]) -> int:
-    """Where a tile is more than one row: blocks of columns that a program does, about those of the table. In prefill,
-    what makes the shortest waves of programs, each of which takes as long as three blocks more: 4096 rows of 4096
-    columns are two waves of 512 programs on an H200, or one of 256 programs of twice as many blocks."""
-    run, resident = parameters.run, _RESIDENT_TILES * _multiprocessors()
+    """Where a tile is more than one row: blocks of columns that a program does.
+
+    In prefill those of the table, half or twice as many, whichever makes the shortest waves of programs: 4096 rows of
+    4096 columns are two waves of 512 programs on an H200, or one of 256 programs of twice as many blocks, which takes
+    four fifths of the time. A program takes as long as its blocks and three more, by times of 1 to 16 blocks. Not
+    counted are dead tiles, which end at once, and that of a tile of 256 ranks two programs are resident.
+    """
+    run, resident = parameters.run, (3 if parameters.num_warps <= 4 else 2) * _multiprocessors()  # see few_registers
     if tile_rows <= DECODE_WIDTH or not resident:
         return run
+    tiles = min(-(-rows // tile_rows), parameters.tile_programs)
 
     def cost(run: int) -> int:
-        programs = column_blocks(slice_offsets, run * parameters.block_out) * -(-rows // tile_rows)
+        programs = column_blocks(slice_offsets, run * parameters.block_out) * tiles
         return -(-programs // resident) * (run + 3)
 
     return min((run, max(1, run // 2), 2 * run), key=cost)

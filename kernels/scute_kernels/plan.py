@@ -26,11 +26,12 @@ class BatchPlan:
 
     ``row_slot``: ``(N,)`` int32, the slot of each row, ``-1`` for a *base row*, for which this plan has nothing to do.
     ``further``: ``(2, N)`` int32: the rows that have further rows, and their slots, both ``-1`` behind the last. Of F
-    further rows for each slice but the first, the i-th is that of the i-th of these rows.
-    ``tiles``: ``(3, T, width)`` int32: the rows of each tile, their slots, and where they are in ``further``; -1 behind
-    its last row, and the third for rows that are not in ``further``. Live tiles come first. Base rows are in no tile.
-    In an own plan the rows of a tile have one slot; in a grouped plan, wherever they have a shared basis, it is the
-    same, and is read once for all of them; and they have one slot if it has a rotation that is more than a diagonal.
+    further rows for each slice but the first, the i-th is that of the i-th of these rows. The same in both plans.
+    ``tiles``: ``(3, T, width)`` int32: the rows of each tile, their slots, and where in ``further`` they are. All -1
+    behind the last row of a tile; the third also where a row is not in ``further``. Live tiles come first. Base rows
+    are in no tile. In an own plan the rows of a tile have one slot; in a grouped plan, wherever they have a shared
+    basis, it is the same, and is read once for all of them; and they have one slot if it has a rotation that is more
+    than a diagonal.
     ``leading``: ``(1,)`` int32, of a grouped plan: how many tiles, the first, are of groups with a shared basis.
     ``routes``: what each tile finds in the adapter table, see ``table.py``; ``(T, sites, FIELDS)`` int64 of an own
     plan, which operator ``route`` writes once per forward, ``(T, sites, shared_fields(width))`` of a grouped plan,
@@ -82,7 +83,7 @@ def most_tiles(rows: int, width: int, slots: int) -> int:
 
 def few_further(rows: int) -> int:
     """F of a decode graph of ``rows`` rows for batches in which no more have further rows: a quarter, about the share
-    that one method of several has."""
+    that one method of several has. Never less for more rows: a graph that is larger than its batch has room too."""
     return -(-rows // 4)
 
 
@@ -120,7 +121,7 @@ def build_plan(
     width: int,
     tile_rows: int,
     leaders: Collection[int] = (),
-    transformed: Collection[int] = (),
+    with_further: Collection[int] = (),
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The packed plan of a batch, built on the host: ``row_slot | further | leading | tiles``, one copy away from the
@@ -130,7 +131,7 @@ def build_plan(
     batch. ``groups``: of each slot, -1 if its rows need tiles of their own; slots with the same group >= 0 share
     tiles. ``rows``: the row capacity N, at least ``sum(counts)``; the rows past the live ones are base rows.
     ``width``: places of a tile; ``tile_rows``: how many of them are filled, 1 or all. ``leaders``: slots whose tiles,
-    and those of their groups, come first and are counted. ``transformed``: slots whose rows are in ``further``.
+    and those of their groups, come first and are counted. ``with_further``: slots whose rows are in ``further``.
     ``out``: int32 on the CPU (pinned, say), ``(packed_size(rows, width, len(groups)),)``, made if not given.
 
     Returns ``out``; ``view_plan`` reads it. Rows of one request stay in order. Raises ``ValueError`` for counts that
@@ -173,7 +174,7 @@ def build_plan(
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
-    chosen = np.flatnonzero(np.repeat([slot in transformed for slot in slots], counts))
+    chosen = np.flatnonzero(np.repeat([slot in with_further for slot in slots], counts))
     further.fill(-1)
     further[:, : len(chosen)] = chosen, row_slot[chosen]
     in_further = np.full(live, -1, np.int32)  # where each row is

@@ -3,7 +3,7 @@
 SGLang captures a decode graph with adapters and one without. Shared bases (VeRA) need launches of their own, and an
 input transform (OFT, a feed-forward (IA)3) changes what the base GEMM reads; a graph of batches without them should not
 pay for them. So SGLang's graph with adapters holds the own parts only, and there is one more for each set of other
-operators, see ``DecodeVariant``.
+operators, or two that differ in their further rows, see ``DecodeVariant``.
 
 All graphs of a batch size must read the attention plan that a replay renews. FlashInfer's backend makes new wrappers,
 each with a plan of its own, at every capture, and renews the plan of the last: with two graphs or more, the others read
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
+import torch
 from sglang.srt.model_executor.runner_utils.capture_mode import capture_lora_variant
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -84,10 +85,10 @@ def install() -> None:
 
 
 def warmed_up_once(forward: Callable) -> Callable:
-    """``forward``, whose second call only returns what the first did.
+    """``forward``, whose second call only returns what the first did, unless that call is captured.
 
-    SGLang runs a forward twice before it captures it. Another graph of a batch size has been warmed up by those before,
-    but for kernels of base GEMMs that only its number of further rows needs.
+    SGLang runs a forward twice before it captures it, and looks at the output. Another graph of a batch size has been
+    warmed up by those before, but for kernels of base GEMMs that only its number of further rows needs.
     """
     calls, first = 0, None
 
@@ -95,7 +96,7 @@ def warmed_up_once(forward: Callable) -> Callable:
     def run(*arguments: Any, **named: Any) -> Any:
         nonlocal calls, first
         calls += 1
-        if calls == 2:
+        if calls == 2 and not torch.cuda.is_current_stream_capturing():
             output, first = first, None
             return output
         output = forward(*arguments, **named)

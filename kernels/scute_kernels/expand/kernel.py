@@ -106,11 +106,11 @@ def _expand_rows(
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    FURTHER_RANKS: tl.constexpr,
+    LATER_RANKS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every tile is one row. ``FURTHER_RANKS``: block of ranks behind the first ``BLOCK_RANK``."""
+    """Every tile is one row. ``LATER_RANKS``: block of ranks behind the first ``BLOCK_RANK``."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     slice_number, begin, width, first_column = slice_of_block(tl.program_id(0), SLICE_OFFSETS, N_SLICES, BLOCK_OUT)
@@ -122,7 +122,7 @@ def _expand_rows(
     tile = tl.program_id(1)
     row = tl.load(tiles_ptr + tile * WIDTH)
     source = row
-    if WIDE:
+    if WIDE:  # beside the route, not after it
         in_further = tl.load(tiles_ptr + 2 * tiles_stride + tile * WIDTH)
     rank, b_offset, scale, bias, shared, transformed, any_part = _entry(
         routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
@@ -149,13 +149,14 @@ def _expand_rows(
         v_row = v_ptr + row.to(tl.int64) * row_stride + slice_number * slice_stride
         v = _planes(v_row, r, within, plane_stride, SPLIT)
         total += tl.sum(b.to(tl.float32) * v[:, None], axis=0)
-        for first_rank in range(BLOCK_RANK, rank, FURTHER_RANKS):
-            further = first_rank + tl.arange(0, FURTHER_RANKS)
-            exist = further < rank
-            further_pointers = b_ptr + further[:, None].to(tl.int64) * width + n[None, :]
-            further_b = tl.load(further_pointers, mask=exist[:, None] & n_live[None, :], other=0.0)
-            further_v = _planes(v_row, further, exist, plane_stride, SPLIT)
-            total += tl.sum(further_b.to(tl.float32) * further_v[:, None], axis=0)
+        # Names of their own: in a loop no variable may change its shape.
+        for first_rank in range(BLOCK_RANK, rank, LATER_RANKS):
+            later = first_rank + tl.arange(0, LATER_RANKS)
+            later_within = later < rank
+            later_pointers = b_ptr + later[:, None].to(tl.int64) * width + n[None, :]
+            later_b = tl.load(later_pointers, mask=later_within[:, None] & n_live[None, :], other=0.0)
+            later_v = _planes(v_row, later, later_within, plane_stride, SPLIT)
+            total += tl.sum(later_b.to(tl.float32) * later_v[:, None], axis=0)
         tl.store(columns + row.to(tl.int64) * h_stride, total.to(h_ptr.dtype.element_ty), mask=n_live)
     if PDL:  # also where nothing was to be done: who waits for this kernel waits for those before it
         tl.extra.cuda.gdc_wait()
@@ -352,7 +353,7 @@ def expand(
     slice_offsets: Sequence[int],
     parameters: launch.Expand | None = None,
 ) -> None:
-    """``parameters``: those of the table if not given."""
+    """``parameters``: those of the table if not given; ``launch.expand_rows`` and ``expand_run`` adapt either."""
     shared = addend.numel() > 0
     split, rows, n_slices, max_rank = v.shape
     plane_stride, row_stride, slice_stride, _ = v.stride()
@@ -363,7 +364,7 @@ def expand(
     n_tiles, sites, _ = routes.shape
     width = tiles.shape[2]
     if tile_rows == 1:
-        parameters, further_ranks = launch.expand_rows(parameters, n_tiles, slice_offsets)
+        parameters, later_ranks = launch.expand_rows(parameters, n_tiles, slice_offsets)
         column_blocks = launch.column_blocks(slice_offsets, parameters.block_out)
         _expand_rows[(column_blocks, n_tiles)](
             h,
@@ -392,7 +393,7 @@ def expand(
             SPLIT=split,
             WIDTH=width,
             BLOCK_RANK=parameters.block_rank,
-            FURTHER_RANKS=further_ranks,
+            LATER_RANKS=later_ranks,
             BLOCK_OUT=parameters.block_out,
             PDL=parameters.pdl,
             num_warps=parameters.num_warps,

@@ -15,10 +15,10 @@ The inputs of every slice, those of a row ``x[n] R`` with its rotation at the sl
 ``x + x (R - I)`` in fp32 and rounded once; a copy of ``x[n]`` where there is none.
 
 ``out[n]`` are those of the first slice, site ``first_site``, of all rows, base rows too. ``out[N + (i - 1) * F + j]``
-are those of slice ``i``, site ``first_site + i``, of the ``j``-th row of ``further``, 0 behind the last. ``F`` is what
-``out`` has room for, and must be enough for all rows that are in ``further``.
+are those of slice ``i``, site ``first_site + i``, of the row ``further[0, j]``, zeros where that is -1. ``F`` is what
+``out`` has room for, at most ``N``, and must be enough for all rows that are in ``further``.
 
 ``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``out``: ``(N + (n_slices - 1) * F, in)`` contiguous, of the
-same dtype. ``in`` is a multiple of every block size. The plan is a grouped plan; the rows of a tile have one slot if a
-rotation of them is more than a diagonal.
+same dtype. ``in`` is a multiple of every block size. ``row_slot (N,)``, ``further (2, N)`` and ``tiles``, of a grouped
+plan: see ``plan.py``; the rows of a tile have one slot if a rotation of them is more than a diagonal.
 """
