@@ -206,9 +206,11 @@ def make_case(
     places: int | None = None,
     wide: bool = False,
     beside: bool = False,
+    n_further: int | None = None,
 ) -> Case:
     """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given.
-    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has further rows."""
+    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has further rows. ``n_further``: for
+    how many rows; about as many as need some if not given."""
     choose = random.Random(seed)
     n_slices, n_slots = len(widths), len(methods)
     sites = FIRST_SITE + n_slices + 1
@@ -259,7 +261,9 @@ def make_case(
     requests_slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     sharing = [slot for slot in range(n_slots) if (table[slot, :, BASIS] >= 0).any()]
     transforming = [slot for slot in range(n_slots) if (table[slot, :, BLOCK] > 0).any()]
-    n_further = min(rows, sum(count for slot, count in requests if slot in transforming) + choose.choice([0, 3]))
+    if n_further is None:
+        needed = sum(count for slot, count in requests if slot in transforming)
+        n_further = min(rows, needed + choose.choice([0, 3]))
     plans = {}
     for name, tile_rows, its_groups, leaders, fields in (
         ("own", own_tile_rows(rows, width), [-1] * n_slots, [], FIELDS),

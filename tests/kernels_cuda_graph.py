@@ -27,7 +27,10 @@ def make(seed: int) -> Case:
     live = sum(rows for _, rows in requests)
     spare = ROWS - live
     return make_case(
-        seed, torch.float16, IN_FEATURES, WIDTHS, methods, requests, spare, MAX_RANK, 2, wide=True, beside=True
+        *(seed, torch.float16, IN_FEATURES, WIDTHS, methods, requests, spare, MAX_RANK, 2),
+        wide=True,
+        beside=True,
+        n_further=ROWS - 2,
     ).to("cuda")
 
 

@@ -98,9 +98,10 @@ class SharedExpand:
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
 LONG_RANK, LONG_ROWS = 64, 4096  # see long_block
-# Below so many, programs of expand for rows are half as wide. On an H200 that was faster for 16 and 24 rows at o, q, k
-# and v, 256 to 576 programs, up to a third for r256; it was slower for 32 at the latter, 768, and for gate and up.
-FEW_PROGRAMS = 700
+# Below so many, programs of expand for rows are half as wide. On an H200 that takes up to a third off the time of r256
+# at o, q, k and v for 16 and 24 rows, 256 to 384 programs; for 32 and 64, of 512 and more, it makes no difference or is
+# slower, and for gate and up it is slower.
+FEW_PROGRAMS = 500
 _ELEMENTS = 128  # of b in the registers of a thread, the most with which nothing spills
 # Of shared bases. The scratch has room for larger ones, but programs for their blocks would have nothing to do.
 _COMMON_RANK = 256
