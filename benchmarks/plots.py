@@ -215,9 +215,7 @@ def predicted(points: Iterable[Point], predictor: Predictor, unit: float) -> Lin
 def predicted_operators(rows: Iterable[Row]) -> Lines:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        # Files of before copies were measured have the time at the bandwidth of a large one.
-        of_bytes = row.get("microseconds_by_copy") or row["microseconds_by_bytes"]
-        predicted = float(of_bytes) + float(row["microseconds_latency"])
+        predicted = float(row["microseconds_by_copy"]) + float(row["microseconds_latency"])
         place = predicted, float(row["microseconds"])
         found[f"{row['phase']}, {row['operator']}"].append(place)
     return found

@@ -209,8 +209,8 @@ def make_case(
     n_further: int | None = None,
 ) -> Case:
     """``methods``: of each slot. ``requests``: slot and rows. ``block``: of the rotations, any divisor if not given.
-    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has further rows. ``n_further``: for
-    how many rows; about as many as need some if not given."""
+    ``places``: of a tile, as in an eager forward if not given. ``wide``: whether ``h`` has further rows.
+    ``n_further``: for how many rows; about as many as need some if not given."""
     choose = random.Random(seed)
     n_slices, n_slots = len(widths), len(methods)
     sites = FIRST_SITE + n_slices + 1
