@@ -55,10 +55,10 @@ def _entry(
     bias = tl.load(entry + BIAS, mask=known, other=-1)
     shared = tl.load(entry + BASIS, mask=known & SHARED, other=-1) >= 0
     later = known & WIDE & (slice_number > 0)
-    transformed = tl.load(first + ROTATION, mask=later, other=-1) >= 0
-    transformed |= tl.load(entry + ROTATION, mask=later, other=-1) >= 0
-    any_part = (rank > 0) | (scale >= 0) | (bias >= 0) | shared | transformed
-    return tl.maximum(rank, 0), b, scale, bias, shared, transformed, any_part
+    from_further = tl.load(first + ROTATION, mask=later, other=-1) >= 0
+    from_further |= tl.load(entry + ROTATION, mask=later, other=-1) >= 0
+    any_part = (rank > 0) | (scale >= 0) | (bias >= 0) | shared | from_further
+    return tl.maximum(rank, 0), b, scale, bias, shared, from_further, any_part
 
 
 @triton.jit
@@ -124,11 +124,11 @@ def _expand_rows(
     source = row
     if WIDE:  # beside the route, not after it
         in_further = tl.load(tiles_ptr + 2 * tiles_stride + tile * WIDTH)
-    rank, b_offset, scale, bias, shared, transformed, any_part = _entry(
+    rank, b_offset, scale, bias, shared, from_further, any_part = _entry(
         routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
     )
     if WIDE:
-        source = tl.where(transformed, rows_of_batch + (slice_number - 1) * n_further + in_further, row)
+        source = tl.where(from_further, rows_of_batch + (slice_number - 1) * n_further + in_further, row)
     if (row >= 0) & any_part:
         # The adapter's own memory is read while the kernel before this one may be at work; h, v and addend are not.
         r = tl.arange(0, BLOCK_RANK)
@@ -274,7 +274,7 @@ def _expand_tiles(
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
     while tl.max(rows, axis=0) >= 0:
-        rank, b_offset, scale, bias, shared, transformed, any_part = _entry(
+        rank, b_offset, scale, bias, shared, from_further, any_part = _entry(
             routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
         )
         if any_part:
@@ -284,7 +284,7 @@ def _expand_tiles(
             if WIDE:
                 in_further = rows_of_tile(tiles_ptr + 2 * tiles_stride, tile, n_tiles, WIDTH, ROWS)
                 further_rows = rows_of_batch + (slice_number - 1) * n_further + in_further
-                h_rows = h_ptr + tl.where(transformed, further_rows, rows)[:, None] * h_stride + begin
+                h_rows = h_ptr + tl.where(from_further, further_rows, rows)[:, None] * h_stride + begin
             addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
             v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
