@@ -539,8 +539,10 @@ def send(
         return all_begun - began, None
     speeds = []
     for given in answers.values():
-        (start, tokens_then), (end, _) = next(answer for answer in given if answer[0] >= all_begun), given[-1]
-        if tokens_then < tokens:
+        # One that was answered in full before all had begun has none.
+        later = [answer for answer in given if answer[0] >= all_begun]
+        if later and later[0][1] < tokens:
+            (start, tokens_then), (end, _) = later[0], later[-1]
             speeds.append((end - start) / (tokens - tokens_then))
     if not speeds:
         raise RuntimeError("no prompt was answered twice after all had begun: ask for more tokens")
