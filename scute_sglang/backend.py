@@ -602,9 +602,11 @@ class ScuteLoRABackend(BaseLoRABackend):
 def decode_variant(owners: Sequence[LoadedAdapter | None], counts: Sequence[int]) -> str:
     """The label of the decode graph that holds what a batch needs, and no operator more. ``owners``: the adapter of
     each request, ``counts``: its rows."""
-    adapters = [owner for owner in owners if owner is not None]
-    fused = [owner is not None and owner.rotates_fused for owner in owners]
-    n_further = sum(count for count, further in zip(counts, fused, strict=True) if further)
+    adapters = {owner.uid: owner for owner in owners if owner is not None}.values()
+    rotating = {adapter.uid for adapter in adapters if adapter.rotates_fused}
+    n_further = sum(
+        count for owner, count in zip(owners, counts, strict=True) if owner is not None and owner.uid in rotating
+    )
     needed = DecodeVariant(
         shared=any(adapter.shared for adapter in adapters),
         rotates=any(adapter.rotated for adapter in adapters),

@@ -131,7 +131,8 @@ def test_rows_of_one_basis_share_tiles() -> None:
 
 def of_forms(forms: dict[int, NormalForm], module_of_site: list[int]) -> LoadedAdapter:
     packed = pack_adapter("adapter", forms, {}, [f"site {i}" for i in range(SITES)], torch.float32)
-    return LoadedAdapter("uid", "name", "test", "content", packed, {}, {}, module_of_site)
+    uid = f"uid of sites {sorted(forms)}"
+    return LoadedAdapter(uid, "name", "test", "content", packed, {}, {}, module_of_site)
 
 
 @pytest.mark.parametrize(
