@@ -174,11 +174,7 @@ class Batch:
     @cached_property
     def n_further(self) -> int:
         """Rows that have further rows in a fused layer."""
-        return sum(
-            count
-            for slot, count in zip(self.slots, self.counts, strict=True)
-            if slot in self.adapters and self.adapters[slot].rotates_fused
-        )
+        return further_rows([self.adapters.get(slot) for slot in self.slots], self.counts)
 
     @cached_property
     def max_rank(self) -> int:
@@ -599,14 +595,18 @@ class ScuteLoRABackend(BaseLoRABackend):
         return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)
 
 
+def further_rows(owners: Sequence[LoadedAdapter | None], counts: Sequence[int]) -> int:
+    """How many rows of a batch have further rows in fused layers. ``owners``: the adapter of each request, ``counts``:
+    its rows."""
+    fused = (owner is not None and owner.rotates_fused for owner in owners)
+    return sum(count for count, further in zip(counts, fused, strict=True) if further)
+
+
 def decode_variant(owners: Sequence[LoadedAdapter | None], counts: Sequence[int]) -> str:
     """The label of the decode graph that holds what a batch needs, and no operator more. ``owners``: the adapter of
     each request, ``counts``: its rows."""
     adapters = {owner.uid: owner for owner in owners if owner is not None}.values()
-    rotating = {adapter.uid for adapter in adapters if adapter.rotates_fused}
-    n_further = sum(
-        count for owner, count in zip(owners, counts, strict=True) if owner is not None and owner.uid in rotating
-    )
+    n_further = further_rows(owners, counts)
     needed = DecodeVariant(
         shared=any(adapter.shared for adapter in adapters),
         rotates=any(adapter.rotated for adapter in adapters),

@@ -29,7 +29,7 @@ NO_ROUTES = torch.empty(0)  # of no interest here
     width=st.sampled_from([16, 64]),
     of_one_row=st.booleans(),
     leaders=st.sets(st.integers(0, SLOTS - 1)),
-    transformed=st.sets(st.integers(0, SLOTS - 1)),
+    with_further=st.sets(st.integers(0, SLOTS - 1)),
 )
 def test_plan(
     requests: list[tuple[int, int]],
@@ -38,13 +38,13 @@ def test_plan(
     width: int,
     of_one_row: bool,
     leaders: set[int],
-    transformed: set[int],
+    with_further: set[int],
 ) -> None:
     slots, counts = [slot for slot, _ in requests], [count for _, count in requests]
     rows = sum(counts) + spare
     tile_rows = 1 if of_one_row and sum(counts) <= FEW_ROWS else width
     stale = torch.full((packed_size(rows, width, SLOTS),), 7, dtype=torch.int32)
-    arguments = (slots, counts, groups, rows, width, tile_rows, leaders, transformed)
+    arguments = (slots, counts, groups, rows, width, tile_rows, leaders, with_further)
     packed = build_plan(*arguments, out=stale)
     assert packed is stale
     assert torch.equal(packed, build_plan(*arguments))
@@ -52,7 +52,7 @@ def test_plan(
 
     row_slot = [slot for slot, count in requests for _ in range(count)] + [-1] * spare
     assert plan.row_slot.tolist() == row_slot
-    further = [row for row, slot in enumerate(row_slot) if slot in transformed]
+    further = [row for row, slot in enumerate(row_slot) if slot in with_further]
     behind = [-1] * (rows - len(further))
     assert plan.further.tolist() == [further + behind, [row_slot[row] for row in further] + behind]
     tiled: list[int] = []

@@ -174,11 +174,7 @@ def build_plan(
 
     row_slot[:live] = np.repeat(np.asarray(slots, np.int32), counts)
     row_slot[live:] = -1
-    chosen = np.flatnonzero(np.repeat([slot in with_further for slot in slots], counts))
     further.fill(-1)
-    further[:, : len(chosen)] = chosen, row_slot[chosen]
-    in_further = np.full(live, -1, np.int32)  # where each row is
-    in_further[chosen] = np.arange(len(chosen))
     packed[_leading(rows) : first_tile] = leading
     tiles.fill(-1)
     of_arranged = [counts[request] for request in arranged]
@@ -191,7 +187,12 @@ def build_plan(
     shifts = [starts[request] - first for request, first in zip(arranged, before, strict=False)]
     tiles[0, place] = row = number + np.repeat(np.asarray(shifts, np.int64), of_arranged)
     tiles[1, place] = row_slot[row]
-    tiles[2, place] = in_further[row]
+    if with_further:  # most batches have none, and every decode step waits for its plans
+        chosen = np.flatnonzero(np.repeat([slot in with_further for slot in slots], counts))
+        further[:, : len(chosen)] = chosen, row_slot[chosen]
+        in_further = np.full(live, -1, np.int32)  # where each row is
+        in_further[chosen] = np.arange(len(chosen))
+        tiles[2, place] = in_further[row]
     return out
 
 
