@@ -201,6 +201,11 @@ class Case:
         tile_rows = own_tile_rows(rows, width) if operator == "shrink" else width
         return launch.shrink_split(operator, rows, tile_rows, self.dtype, self.module.in_features)
 
+    def scratch_dtype(self, shrink: str) -> torch.dtype:
+        if shrink == "shrink":
+            return torch.float32
+        return launch.shared_scratch(self.planes(shrink), tile_width(self.batch.rows, decode=True), self.dtype)
+
     def parts(self, operator: str) -> int:
         """Elements of the parts of all adapters that ``operator`` reads in a layer, those of a shared basis once."""
         method, adapters, in_features = self.method, self.batch.adapters, self.module.in_features
@@ -239,9 +244,10 @@ class Case:
         raise ValueError(operator)
 
     def _scratch(self, shrink: str) -> int:
-        """Bytes that ``shrink`` writes and its expand reads, fp32."""
+        """Bytes that ``shrink`` writes and its expand reads."""
         rank = self.method.rank if shrink == "shrink" else self.method.basis_rank
-        return self.planes(shrink) * self.batch.rows * self.n_slices * rank * 4
+        size = self.scratch_dtype(shrink).itemsize
+        return self.planes(shrink) * self.batch.rows * self.n_slices * rank * size
 
 
 class MeasuredSites(Sites):
@@ -275,7 +281,8 @@ class MeasuredSites(Sites):
     def _scratch(self, shrink: str, max_rank: int) -> torch.Tensor:
         """Random, as if written: ``expand`` is tried without the shrink."""
         case = self.case
-        return torch.randn(case.planes(shrink), case.batch.rows, case.n_slices, max_rank, device=DEVICE)
+        shape = case.planes(shrink), case.batch.rows, case.n_slices, max_rank
+        return torch.randn(shape, dtype=case.scratch_dtype(shrink), device=DEVICE)
 
     @cached_property
     def transformed(self) -> torch.Tensor:
@@ -318,9 +325,11 @@ class MeasuredSites(Sites):
             function(*self.arguments(operator, self.layers - 1, out))
             results.append(out)
         if operator in ("shrink", "shared_shrink"):
-            got, wanted = (planes.sum(0) for planes in results)
+            got, wanted = (planes.float().sum(0) for planes in results)
             # fp32 sums in another order, some 1e-6 of the terms; a feature too few shows in the second digit
             allowed = 1e-4 * wanted.abs().max()
+            if results[0].dtype == self.case.dtype:  # rounded once
+                allowed = allowed + torch.finfo(self.case.dtype).eps * wanted.abs()
         else:
             got, wanted = (out.float() for out in results)
             before = self.output(operator).float() if in_place else 0.0

@@ -26,13 +26,14 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import scratch_ranks, shrink_split, widest_block
+from scute_kernels.launch import scratch_ranks, shared_scratch, shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
     PREFILL_WIDTH,
     BatchPlan,
     build_plan,
+    count_tiles,
     few_further,
     most_tiles,
     own_tile_rows,
@@ -346,9 +347,11 @@ class ScuteLoRABackend(BaseLoRABackend):
 
     def _eager_plans(self, slots: Sequence[int], counts: Sequence[int], decode: bool) -> Plans:
         rows = sum(counts)
-        return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows, decode)))
+        return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows, decode)), exact=not decode)
 
-    def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory) -> Plans:
+    def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory, exact: bool = False) -> Plans:
+        """Plans of a batch in ``memory``. ``exact``: the grouped plan has no tiles but those of the batch, for kernels
+        whose programs are as many as a share of the rows keeps busy."""
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         shared = {slot for slot, adapter in live.items() if adapter.shared}
@@ -364,6 +367,12 @@ class ScuteLoRABackend(BaseLoRABackend):
             view_plan(memory.packed[0], rows, width, memory.routes),
             view_plan(memory.packed[1], rows, width, memory.shared_routes),
         )
+        if exact:
+            tiles = max(1, count_tiles(host[1], rows, width))
+            grouped = dataclasses.replace(
+                plans.grouped, tiles=plans.grouped.tiles[:, :tiles], routes=plans.grouped.routes[:tiles]
+            )
+            plans = dataclasses.replace(plans, grouped=grouped)
         route(plans.own.tiles, plans.own.routes, self.pool.table)
         tables = (self.pool.table, self.pool.bases, self.pool.origins)
         shared_route(plans.grouped.tiles, plans.grouped.leading, plans.grouped.routes, *tables)
@@ -465,9 +474,9 @@ class ScuteLoRABackend(BaseLoRABackend):
 
         real = x[:, : layer.in_features]
 
-        def scratch(operator: str, tile_rows: int, rank: int) -> torch.Tensor:
-            split = shrink_split(operator, rows, tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
-            return x.new_empty((split, rows, n_slices, rank), dtype=torch.float32)
+        def split(operator: str, plan: BatchPlan) -> int:
+            in_tiles = min(rows, plan.tiles.shape[1] * plan.tile_rows)
+            return shrink_split(operator, in_tiles, plan.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
 
         # What shared bases add would be as large as the vocabulary at the output head, in every graph, and as the
         # outputs of a prefill in an eager decode of as many rows.
@@ -475,9 +484,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
-        v = scratch("shrink", plans.own.tile_rows, own_rank)  # read where there is a pair only
+        # Of v is read where there is a pair only.
+        v = x.new_empty((split("shrink", plans.own), rows, n_slices, own_rank), dtype=torch.float32)
         if shared:
-            u = scratch("shared_shrink", plans.grouped.tile_rows, shared_rank)
+            planes = split("shared_shrink", plans.grouped)
+            dtype = shared_scratch(planes, plans.grouped.tile_rows, x.dtype) if x.is_cuda else torch.float32
+            u = x.new_empty((planes, rows, n_slices, shared_rank), dtype=dtype)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
         sides = [stream for stream in (own_stream, shared_stream) if stream is not None]
         for side in sides:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from hypothesis import strategies as st
 
+from scute_kernels import launch
 from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, shared_fields, tile_width, view_plan
 from scute_kernels.route.reference import route
 from scute_kernels.shared_route.reference import shared_route
@@ -166,6 +167,12 @@ class Case:
     def scratch(self) -> torch.Tensor:
         shape = (self.split, len(self.slots), self.n_slices, self.scratch_rank)
         return torch.full(shape, NAN, device=self.x.device)
+
+    def shared_scratch(self) -> torch.Tensor:
+        """``u``, as the forwards of a server have it on a GPU."""
+        dtype = launch.shared_scratch(self.split, self.grouped.tile_rows, self.arena.dtype)
+        rank = self.scratch_rank if dtype == torch.float32 else -(-self.scratch_rank // 16) * 16
+        return torch.full((self.split, len(self.slots), self.n_slices, rank), NAN, dtype=dtype, device=self.x.device)
 
     def addend(self) -> torch.Tensor:
         """What shared_expand writes if it runs beside the base layer, else nothing."""
@@ -421,7 +428,7 @@ def check_shrink_and_expand(
 ) -> None:
     """Both shrinks, then both expands, against the formula with dense matrices, fp64."""
     before = case.h.cpu().clone()
-    v, u, addend = case.scratch(), case.scratch(), case.addend()
+    v, u, addend = case.scratch(), case.shared_scratch(), case.addend()
     shrink(case.x, *case.own_plan, FIRST_SITE, v)
     shared_shrink(case.x, *case.grouped_plan, FIRST_SITE, u)
     _check_scratch(case, v.cpu(), u.cpu())
@@ -448,12 +455,16 @@ def _check_scratch(case: Case, v: torch.Tensor, u: torch.Tensor) -> None:
                 tolerance = (features + 2) * EPS32 * magnitude
                 _assert_close(v[:, n, i, :rank].double().sum(0), product, tolerance, f"v row {n} slice {i}")
             rank = 0 if site.shared_a is None else site.shared_a.shape[0]
-            assert u[:, n, i, rank:].isnan().all(), f"row {n} slice {i}: u is written past the rank"
+            written = rank if u.dtype == torch.float32 else -(-rank // 16) * 16
+            assert u[:, n, i, written:].isnan().all(), f"row {n} slice {i}: u is written past the rank"
+            assert not u[:, n, i, rank:written].any(), f"row {n} slice {i}: u is not 0 up to the next 16 ranks"
             if site.shared_a is not None:
                 d = torch.ones(rank).double() if site.d is None else site.d.double()
                 a = site.shared_a.double()
                 product, magnitude = x @ a.T * d, x.abs() @ a.abs().T * d.abs()
                 tolerance = (features + 3) * EPS32 * magnitude
+                if u.dtype != torch.float32:
+                    tolerance += UNDERFLOW[u.dtype] + UNIT_ROUNDOFF[u.dtype] * product.abs()
                 _assert_close(u[:, n, i, :rank].double().sum(0), product, tolerance, f"u row {n} slice {i}")
 
 

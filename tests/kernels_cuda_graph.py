@@ -43,7 +43,7 @@ def test_one_capture_serves_every_batch() -> None:
     addend = static.addend()
     static.arena = torch.empty(max(case.arena.numel() for case in batches), dtype=first.arena.dtype, device="cuda")
     rotated = torch.empty(static.with_further, IN_FEATURES, dtype=first.x.dtype, device="cuda")
-    v, u = static.scratch(), static.scratch()
+    v, u = static.scratch(), static.shared_scratch()
 
     def step() -> None:
         ops.route(static.own.tiles, static.own.routes, static.table)

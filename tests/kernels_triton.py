@@ -38,7 +38,7 @@ from scute_kernels.shared_expand import kernel as shared_expand_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
 from scute_kernels.shared_shrink import kernel as shared_shrink_kernel
 from scute_kernels.shrink import kernel as shrink_kernel
-from scute_kernels.table import NO_MEMBER, RANK, SHARED_FIELDS
+from scute_kernels.table import NO_MEMBER, RANK, SHARED_BASIS, SHARED_FIELDS
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # The interpreter multiplies the bit patterns of bf16 as integers, so bf16 needs a GPU.
@@ -146,7 +146,7 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
     )
     shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2)
     expand = launch.Expand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, pdl=False)
-    shared_expand = launch.SharedExpand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2)
+    shared_expand = launch.SharedExpand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, pairs=False)
     check_shrink_and_expand(
         *(
             partial(kernel, parameters=parameters)
@@ -244,6 +244,57 @@ def test_large_ranks_of_a_prefill(largest: int, seed: int, dtype: torch.dtype, m
     ranks = case.table[..., RANK][case.table[..., RANK] > 0]
     assert ranks.max() > 0.9 * largest and ranks.min() < 0.3 * largest
     check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
+PAIRS = launch.SharedExpand(32, 16, run=4, tile_programs=2, num_warps=8, num_stages=3, pairs=True)
+PAIR_SEEDS = (3, 5, 8)
+
+
+def make_pairs(seed: int, dtype: torch.dtype, split: int) -> Case:
+    return make_case(
+        seed=seed,
+        dtype=dtype,
+        in_features=48,
+        widths=(80, 23),
+        methods=("vera", "everything", "vera", "lora", "vera", "vera"),
+        requests=[(0, 150), (1, 3), (2, 66), (-1, 2), (3, 5), (4, 20), (5, 70), (0, 1)],
+        spare_rows=1,
+        max_rank=40,
+        split=split,
+        places=PREFILL_WIDTH,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("seed", PAIR_SEEDS)
+def test_pairs_of_tiles(seed: int, split: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program multiplies two tiles of a prefill at once."""
+    monkeypatch.setattr(launch, "shared_expand", lambda *_: PAIRS)
+    check_shrink_and_expand(*KERNELS, make_pairs(seed, dtype, split).to(DEVICE))
+
+
+def test_pairs_of_tiles_are_of_every_kind() -> None:
+    """Those of the test above: alone or with another, with one basis or two or none, with ``e`` of one adapter, of
+    several or without, in one block of ranks or more, on 16 bytes or not."""
+    found = set()
+    for seed in PAIR_SEEDS:
+        case = make_pairs(seed, torch.float16, 1)
+        leading = int(case.grouped.leading)
+        for i in range(case.n_slices):
+            routes = case.grouped.routes[:leading, FIRST_SITE + i]
+            for pair in range(0, leading, 2):
+                bases = routes[pair : pair + 2, SHARED_BASIS]
+                slots = case.grouped.tiles[1, pair : pair + 2].flatten()
+                sites = [case.sites[slot][i] for slot in slots.unique().tolist() if slot >= 0]
+                factors = {id(site.e) if site.e is not None else None for site in sites if site.basis >= 0}
+                found.add(f"{len(bases)} tiles, {len(bases[bases >= 0].unique())} bases")
+                found.add("no e" if None in factors else "one e" if len(factors) == 1 else "several e")
+                for _, rank, _, _, offset, stride in routes[pair : pair + 2][bases >= 0, :6].tolist():
+                    found.add("one block" if rank <= PAIRS.block_rank else "blocks")
+                    found.add("aligned" if offset % 8 == 0 and stride % 8 == 0 else "unaligned")
+    assert found >= {"1 tiles, 1 bases", "2 tiles, 0 bases", "2 tiles, 1 bases", "2 tiles, 2 bases"}
+    assert found >= {"one e", "no e", "several e", "one block", "blocks", "aligned", "unaligned"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -104,6 +104,54 @@ def test_waves_of_a_prefill(rows: int, offsets: tuple[int, ...], run: int, monke
     assert launch.expand_run(parameters, rows, PREFILL_WIDTH, offsets) == parameters.run
 
 
+@pytest.mark.parametrize("rank", [16, 200, 1024])
+@pytest.mark.parametrize(("kilobytes", "pairs"), [(0, False), (99, False), (163, False), (227, True)])
+def test_pairs_of_tiles_fit(kilobytes: int, pairs: bool, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program multiplies two tiles of a prefill at once where there is shared memory for it."""
+    monkeypatch.setattr(launch, "_shared_memory", lambda: kilobytes << 10)
+    choose = launch.shared_expand.__wrapped__  # which remembers nothing
+    for dtype in (torch.float16, torch.bfloat16):
+        chosen = choose(4096, PREFILL_WIDTH, dtype, rank)
+        assert chosen.pairs == (pairs or (rank == 16 and kilobytes > 0))
+        assert not chosen.pairs or launch.pair_bytes(chosen, PREFILL_WIDTH, dtype) <= kilobytes << 10
+        assert not choose(16, DECODE_WIDTH, dtype, rank).pairs
+    assert not choose(4096, PREFILL_WIDTH, torch.float32, rank).pairs
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "offsets", "runs"),
+    [
+        (8192, 132, (0, 4096), {16, 32}),
+        (8192, 27, (0, 4096), {8, 16}),
+        (8192, 27, (0, 14336, 28672), {8, 16, 32}),
+        (8192, 132, (0, 14336, 28672), {16, 32}),
+        (2048, 36, (0, 4096), {8}),
+        (512, 64, (0, 4096), {2}),  # in a graph, with room for more tiles
+        (1, 1, (0, 64), {2}),
+    ],
+)
+def test_waves_of_pairs(
+    rows: int, tiles: int, offsets: tuple[int, ...], runs: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 to 32 blocks, one of those that were fastest on an H200, where they were measured."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+    parameters = launch.shared_expand.__wrapped__(rows, PREFILL_WIDTH, torch.float16, 256)
+    assert launch.shared_expand_run(parameters, rows, tiles, offsets) in runs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [64, 4095, 4096])
+def test_scratch_of_shared_bases(rows: int, dtype: torch.dtype) -> None:
+    """In prefill one plane of the arena's dtype, but of few rows with many features, which need several."""
+    for features, planes in ((4096, 1), (14336, 1 if rows >= 4096 and dtype != torch.float32 else 3)):
+        split = launch.shrink_split("shared_shrink", rows, PREFILL_WIDTH, dtype, features)
+        assert split == planes
+        scratch = launch.shared_scratch(split, PREFILL_WIDTH, dtype)
+        assert scratch == (dtype if planes == 1 else torch.float32)
+    assert launch.shared_scratch(1, DECODE_WIDTH, dtype) == torch.float32
+
+
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
 def test_blocks_of_ranks(kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two programs of prefill with 256 ranks are resident, or there are no such."""
@@ -151,7 +199,7 @@ def test_a_rehearsal_meets_all_blocks_of_ranks(max_rank: int, monkeypatch: pytes
 
 
 def test_the_first_entry_that_is_for_the_batch() -> None:
-    options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1}
+    options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1, "pairs": False}
     entries = [{"max_rows": most, "block_out": width, **options} for most, width in ((4, 32), (16, 64), (None, 128))]
     chosen = [launch.choose(entries, rows, 16, launch.SharedExpand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
     assert chosen == [32, 32, 64, 64, 128, 128]

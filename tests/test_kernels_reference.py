@@ -71,17 +71,18 @@ def mixed_case() -> Case:
 def test_registration(operator: str) -> None:
     """Schema, fake implementation and dispatch agree, as ``torch.compile`` needs."""
     case = mixed_case()
-    scratch = torch.zeros_like(case.scratch())
+    scratch, shared_scratch = torch.zeros_like(case.scratch()), torch.zeros_like(case.shared_scratch())
+    expanded = case.h[: len(case.slots)]
     head = (case.own.row_slot, case.arena, case.table, FIRST_SITE, 48)
     arguments = {
         "route": (case.own.tiles, case.own.routes, case.table),
         "shared_route": case.shared_routes(case.grouped.routes),
         "rotate": (case.x, *case.rotate_plan, FIRST_SITE, 2, case.x.new_empty(case.with_further, 48)),
         "shrink": (case.x, *case.own_plan, FIRST_SITE, scratch),
-        "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, scratch),
+        "shared_shrink": (case.x, *case.grouped_plan, FIRST_SITE, shared_scratch),
         "lookup": (random_ids(case), *head, scratch[:1, :, :1].contiguous()),
         "expand": (case.h, scratch, case.addend(), *case.own_plan, FIRST_SITE, case.slice_offsets),
-        "shared_expand": (case.h[: len(case.slots)], scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets, True),
+        "shared_expand": (expanded, shared_scratch, *case.grouped_plan, FIRST_SITE, case.slice_offsets, True),
     }
     torch.library.opcheck(getattr(ops, operator), arguments[operator])
 

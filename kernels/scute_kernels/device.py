@@ -159,18 +159,32 @@ def features_product(
 
 
 @triton.jit
+def written_ranks(pointers, rank):
+    """Of a row of scratch with one plane of 16 bits (see ``launch.shared_scratch``): up to the next 16, zeros behind the
+    rank, so that reading them stays wide; of one in fp32: up to the rank."""
+    if pointers.dtype.element_ty.primitive_bitwidth == 16:
+        rank = (rank + 15) // 16 * 16
+    return rank
+
+
+@triton.jit
 def planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT: tl.constexpr):
-    """The sum of the planes of some rows at the ranks ``r``, ``(ROWS, BLOCK_RANK)`` fp32, 0 from ``rank`` on.
+    """The sum of the planes of some rows at the ranks ``r``, ``(ROWS, BLOCK_RANK)`` of their dtype, 0 from ``rank`` on.
     ``v_rows``: pointers to the rows of the first plane, ``(ROWS, 1)``, which are R wide, ``max_rank``; only those that
     are ``live`` are read."""
-    # Reading past the rank keeps the loads wide; what lies there is not used.
     pointers = v_rows + r[None, :]
-    mask = live[:, None] & (r < max_rank)[None, :]
-    v = tl.load(pointers, mask=mask, other=0.0)
-    for _ in tl.static_range(1, SPLIT):
-        pointers += plane_stride
-        v += tl.load(pointers, mask=mask, other=0.0)
-    return tl.where((r < rank)[None, :], v, 0.0)
+    if SPLIT == 1 and v_rows.dtype.element_ty.primitive_bitwidth == 16:
+        # Tensor cores take it from shared memory just as it was read, so nothing is done with it here.
+        v = tl.load(pointers, mask=live[:, None] & (r < written_ranks(pointers, rank))[None, :], other=0.0)
+    else:
+        # Reading past the rank keeps the loads wide; what lies there is not used.
+        mask = live[:, None] & (r < max_rank)[None, :]
+        v = tl.load(pointers, mask=mask, other=0.0)
+        for _ in tl.static_range(1, SPLIT):
+            pointers += plane_stride
+            v += tl.load(pointers, mask=mask, other=0.0)
+        v = tl.where((r < rank)[None, :], v, 0.0)
+    return v
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from scute_kernels.plan import DECODE_WIDTH
+from scute_kernels.plan import DECODE_WIDTH, PREFILL_WIDTH
 
 TABLE = Path(__file__).with_name("launch_table.json")
 
@@ -84,8 +84,9 @@ class Expand:
 
 @dataclass(frozen=True)
 class SharedExpand:
-    """Of ``shared_expand``. ``run``: blocks of columns that a program does, one after another. ``tile_programs``: how
-    many programs share the tiles of these, at most."""
+    """Of ``shared_expand``. ``run``: blocks of columns that a program does, one after another; of ``pairs``, about, see
+    ``shared_expand_run``. ``tile_programs``: how many programs share the tiles of these, at most. ``pairs``: whether a
+    program multiplies two tiles at once."""
 
     block_rank: int
     block_out: int
@@ -93,6 +94,7 @@ class SharedExpand:
     tile_programs: int
     num_warps: int
     num_stages: int
+    pairs: bool
 
 
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
@@ -140,14 +142,26 @@ def shrink(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, max_ran
 
 
 @functools.lru_cache(1024)
-def shrink_split(operator: str, rows: int, tile_rows: int, dtype: torch.dtype, in_features: int) -> int:
-    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only."""
-    return split_of(in_features, choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink).share)
+def shrink_split(
+    operator: str,
+    rows: int,
+    tile_rows: int,
+    dtype: torch.dtype,
+    in_features: int,
+    parameters: Shrink | None = None,
+) -> int:
+    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only.
+    ``parameters``: those of the table if not given."""
+    if operator == "shared_shrink" and _is_long(rows, tile_rows, dtype):
+        return 1  # the blocks of 256 ranks are programs enough, and shared_expand reads every plane for some columns
+    parameters = parameters or choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink)
+    return max(1, min(_MOST_PLANES, in_features // parameters.share))
 
 
-def split_of(in_features: int, share: int) -> int:
-    """How many shares of about ``share`` features."""
-    return max(1, min(_MOST_PLANES, in_features // share))
+def shared_scratch(split: int, tile_rows: int, dtype: torch.dtype) -> torch.dtype:
+    """Of ``u``. Of one plane in prefill that of the arena, to which ``shared_expand`` would round it: so it is half as
+    large, and tensor cores read it from shared memory as it came. For ``v``, whose ranks are fewer, that is slower."""
+    return dtype if split == 1 and tile_rows > DECODE_WIDTH else torch.float32
 
 
 def ways(parameters: Shrink, tile_rows: int, dtype: torch.dtype) -> int:
@@ -160,9 +174,11 @@ def ways(parameters: Shrink, tile_rows: int, dtype: torch.dtype) -> int:
 def long_block(parameters: Shrink, rows: int, tile_rows: int, dtype: torch.dtype) -> tuple[int, int]:
     """Block of ranks, and of features, for the pairs of ``shrink`` of more than ``LONG_RANK`` ranks: a tile of prefill
     reads its inputs again for each block. That of the others, if the rows are too few to make enough programs then."""
-    if tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half":
-        return 128, 64
-    return parameters.block_rank, parameters.block_in
+    return (128, 64) if _is_long(rows, tile_rows, dtype) else (parameters.block_rank, parameters.block_in)
+
+
+def _is_long(rows: int, tile_rows: int, dtype: torch.dtype) -> bool:
+    return tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half"
 
 
 def shrink_programs(parameters: Shrink, n_tiles: int, parts: int, max_rank: int) -> int:
@@ -225,12 +241,20 @@ def expand_run(parameters: Expand, rows: int, tile_rows: int, slice_offsets: Seq
     if tile_rows <= DECODE_WIDTH or not resident:
         return run
     tiles = min(-(-rows // tile_rows), parameters.tile_programs)
+    runs = run, max(1, run // 2), 2 * run
+    return _shortest_run(runs, parameters.block_out, tiles, resident, slice_offsets)
+
+
+def _shortest_run(
+    runs: Sequence[int], block_out: int, tile_programs: int, resident: int, slice_offsets: Sequence[int]
+) -> int:
+    """Which of some runs of blocks of columns makes the shortest waves of programs, see ``expand_run``."""
 
     def cost(run: int) -> int:
-        programs = column_blocks(slice_offsets, run * parameters.block_out) * tiles
+        programs = column_blocks(slice_offsets, run * block_out) * tile_programs
         return -(-programs // resident) * (run + 3)
 
-    return min((run, max(1, run // 2), 2 * run), key=cost)
+    return min(runs, key=cost)
 
 
 def rank_blocks(
@@ -263,7 +287,26 @@ def scratch_ranks(max_rank: int) -> set[int]:
 def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> SharedExpand:
     """As ``expand``."""
     chosen = choose(_table()["shared_expand"][precision(dtype)], rows, tile_rows, SharedExpand)
-    return replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
+    chosen = replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
+    if chosen.pairs and pair_bytes(chosen, tile_rows, dtype) > _shared_memory():
+        return replace(chosen, block_out=32, run=8, num_warps=4, num_stages=2, pairs=False)
+    return chosen
+
+
+def pair_bytes(parameters: SharedExpand, tile_rows: int, dtype: torch.dtype) -> int:
+    """Shared memory of a program of ``shared_expand`` that multiplies two tiles at once: ``u``, in each stage ``b`` and
+    ``out``, in all but the last also ``e``, and the results on their way out."""
+    rows, columns, stages = 2 * tile_rows, parameters.block_out, parameters.num_stages
+    return dtype.itemsize * (parameters.block_rank * (rows + stages * columns) + rows * columns * (stages + 1))
+
+
+def shared_expand_run(parameters: SharedExpand, rows: int, n_tiles: int, slice_offsets: Sequence[int]) -> int:
+    """Of pairs of tiles: as ``expand_run``, down to an eighth of that of the table; one program is resident.
+    ``n_tiles``: of the plan, which in a graph has room for more than ``rows`` rows fill as a rule."""
+    tiles = min(n_tiles, -(-rows // PREFILL_WIDTH))
+    pairs = min(-(-tiles // 2), parameters.tile_programs)
+    runs = [max(1, 2 * parameters.run >> halved) for halved in range(5)]
+    return _shortest_run(runs, parameters.block_out, pairs, max(1, _multiprocessors()), slice_offsets)
 
 
 def rotate_rows(rows: int, features: int) -> RotateRows:

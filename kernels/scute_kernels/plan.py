@@ -205,6 +205,11 @@ def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor)
     return BatchPlan(packed[:rows], further, tiles, leading, routes, tile_rows=width)
 
 
+def count_tiles(packed: torch.Tensor, rows: int, width: int) -> int:
+    """How many tiles of a packed plan on the host are live."""
+    return int((packed[_first_tile(rows) :].view(3, -1, width)[0, :, 0] >= 0).sum())
+
+
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Number, row numbers and slots of every live tile. Reads the plan on the host: for the references only."""
     for tile in range(tiles.shape[1]):

@@ -258,6 +258,7 @@ def _expand_tiles(
     RANK_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     N_RANK_BLOCKS: tl.constexpr,
+    LARGER: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
@@ -314,7 +315,7 @@ def _expand_tiles(
                         BLOCK_OUT,
                         STAGES[i],
                     )
-            if rank > RANK_BLOCKS[N_RANK_BLOCKS - 1]:
+            if LARGER and rank > RANK_BLOCKS[N_RANK_BLOCKS - 1]:
                 for column in range(first_column, last_column, BLOCK_OUT):
                     n = column + tl.arange(0, BLOCK_OUT)
                     n_live = n < width
@@ -435,6 +436,7 @@ def expand(
         RANK_BLOCKS=rank_blocks,
         STAGES=stages,
         N_RANK_BLOCKS=len(rank_blocks),
+        LARGER=max_rank > rank_blocks[-1],
         BLOCK_RANK=parameters.block_rank,
         BLOCK_OUT=parameters.block_out,
         num_warps=parameters.num_warps,

@@ -35,7 +35,7 @@ def shared_expand(
                 if fields[BASIS] < 0:
                     continue
                 rows = members[slots == slot]
-                product = u[:, rows, i, :rank].sum(0) @ b
+                product = u[:, rows, i, :rank].float().sum(0) @ b
                 if fields[E] >= 0:
                     product *= part(arena, fields[E], width).float()
                 if add:

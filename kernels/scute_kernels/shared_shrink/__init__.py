@@ -14,6 +14,8 @@ shared_shrink = register(
 ``u[:, n, i, :rank].sum(0) = (x[n] a_shared^T) * d`` for every row ``n`` and slice ``i`` with a basis, each with a ``d``
 of its own; what is not mentioned is left unwritten. ``x a_shared^T`` is computed once for slices with the same basis.
 
-``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``u``: ``(SPLIT, N, n_slices, R)`` fp32 contiguous, R at least
-every rank; ``shared_expand`` sums the planes, always in the same order. The plan is a grouped plan.
+``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``u``: ``(SPLIT, N, n_slices, R)`` contiguous, R at least every
+rank, fp32; ``shared_expand`` sums the planes, always in the same order. One plane may have 16 bits, see
+``launch.shared_scratch``: R is a multiple of 16 then, and zeros are written behind the rank up to the next. The plan is
+a grouped plan.
 """

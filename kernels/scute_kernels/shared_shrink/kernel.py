@@ -28,6 +28,7 @@ from scute_kernels.device import (
     known_multiple,
     membership,
     rows_of_tile,
+    written_ranks,
 )
 
 # Elements that lie on no 16 bytes are read one by one, into as many registers: in small blocks, so that this rare way
@@ -160,8 +161,9 @@ def _shared_shrink(
                 )
 
             out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
+            written = (r < written_ranks(out_rows, rank))[None, :]
             for i in tl.static_range(N_SLICES):
-                tl.store(out_rows + i * slice_stride, product * factors[i], mask=same[i][:, None] & (r < rank)[None, :])
+                tl.store(out_rows + i * slice_stride, product * factors[i], mask=same[i][:, None] & written)
 
         tile += tl.num_programs(2)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)

@@ -37,5 +37,6 @@ def shared_shrink(
                 product = products[basis][of_slot]
                 if fields[D] >= 0:
                     product = product * part(arena, fields[D], rank).float()
-                u[:, members[of_slot], i, :rank] = 0
-                u[0, members[of_slot], i, :rank] = product
+                written = rank if u.dtype == torch.float32 else -(-rank // 16) * 16
+                u[:, members[of_slot], i, :written] = 0
+                u[0, members[of_slot], i, :rank] = product.to(u.dtype)
