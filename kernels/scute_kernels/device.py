@@ -160,8 +160,8 @@ def features_product(
 
 @triton.jit
 def written_ranks(pointers, rank):
-    """Of a row of scratch with one plane of 16 bits (see ``launch.shared_scratch``): up to the next 16, zeros behind the
-    rank, so that reading them stays wide; of one in fp32: up to the rank."""
+    """Of a row of scratch of 16 bits (see ``launch.shared_scratch``): up to the next 16, zeros behind the rank, so
+    that reading them stays wide; of one in fp32: up to the rank."""
     if pointers.dtype.element_ty.primitive_bitwidth == 16:
         rank = (rank + 15) // 16 * 16
     return rank
