@@ -265,8 +265,9 @@ def _shared_expand_pairs(
     )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
-    first_column = known_multiple(first_column, BLOCK_OUT)
-    last_column = tl.minimum(first_column + run * BLOCK_OUT, width)
+    # As many blocks as a run, but one beside that of the next program, for memory gives long runs of columns faster.
+    first_column = known_multiple(first_column // run, BLOCK_OUT)
+    step = known_multiple(tl.cdiv(width, run * BLOCK_OUT) * BLOCK_OUT, BLOCK_OUT)
     site = first_site + slice_number
 
     leading = tl.minimum(tl.load(leading_ptr), n_tiles)
@@ -300,7 +301,7 @@ def _shared_expand_pairs(
                     u = planes(u_rows, r, rank, max_rank, member, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
                     b_rows = b_ptr + r[:, None].to(tl.int64) * b_stride
                     if one_e:
-                        for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
+                        for column in tl.range(first_column, width, step, num_stages=STAGES):
                             n = column + tl.arange(0, BLOCK_OUT)
                             n_live = n < width
                             b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
@@ -309,7 +310,7 @@ def _shared_expand_pairs(
                             total = tl.dot(u, b, input_precision="ieee") * e[None, :]
                             _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
                     else:
-                        for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=2):
+                        for column in tl.range(first_column, width, step, num_stages=2):
                             n = column + tl.arange(0, BLOCK_OUT)
                             n_live = n < width
                             b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
@@ -317,7 +318,7 @@ def _shared_expand_pairs(
                             total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
                             _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
                 else:
-                    for column in range(first_column, last_column, BLOCK_OUT):
+                    for column in range(first_column, width, step):
                         _by_blocks_of_ranks(
                             out_rows,
                             u_rows,
