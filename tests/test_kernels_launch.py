@@ -187,11 +187,14 @@ def test_blocks_of_ranks_are_ascending(block_rank: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("max_rank", [*range(16, 400, 16), 512, 1024])
-def test_a_rehearsal_meets_all_blocks_of_ranks(max_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
+@pytest.mark.parametrize("kilobytes", [99, 227])
+def test_a_rehearsal_meets_all_blocks_of_ranks(max_rank: int, kilobytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_shared_memory", lambda: kilobytes << 10)
 
-    def blocks(rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return launch.rank_blocks(launch.expand(8192, 64, torch.float16, rank), PREFILL_WIDTH, torch.float16, rank)
+    def blocks(rank: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        parameters = launch.expand(8192, 64, torch.float16, rank)
+        ranks, stages = launch.rank_blocks(parameters, PREFILL_WIDTH, torch.float16, rank)
+        return ranks, stages, rank > ranks[-1]  # whether the kernel has a loop for larger ones
 
     rehearsed = {blocks(rank) for rank in launch.scratch_ranks(max_rank)}
     least = launch.widest_block("shrink", "expand")
