@@ -202,9 +202,10 @@ class Case:
         return launch.shrink_split(operator, rows, tile_rows, self.dtype, self.module.in_features)
 
     def scratch_dtype(self, shrink: str) -> torch.dtype:
+        """Of the scratch that the operator ``shrink`` writes."""
         if shrink == "shrink":
             return torch.float32
-        return launch.shared_scratch(self.planes(shrink), tile_width(self.batch.rows, decode=True), self.dtype)
+        return launch.shared_scratch_dtype(self.planes(shrink), tile_width(self.batch.rows, decode=True), self.dtype)
 
     def parts(self, operator: str) -> int:
         """Elements of the parts of all adapters that ``operator`` reads in a layer, those of a shared basis once."""

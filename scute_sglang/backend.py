@@ -26,7 +26,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 )
 
 from scute_kernels.expand import expand
-from scute_kernels.launch import scratch_ranks, shared_scratch, shrink_split, widest_block
+from scute_kernels.launch import scratch_ranks, shared_scratch_dtype, shrink_split, widest_block
 from scute_kernels.lookup import lookup
 from scute_kernels.plan import (
     DECODE_WIDTH,
@@ -35,6 +35,7 @@ from scute_kernels.plan import (
     build_plan,
     count_tiles,
     few_further,
+    first_tiles,
     most_tiles,
     own_tile_rows,
     packed_size,
@@ -92,10 +93,8 @@ class Plans:
 
     def _restricted(self, rows: int, slots: int) -> Plans:
         def part(plan: BatchPlan, tile_rows: int) -> BatchPlan:
-            tiles = most_tiles(rows, plan.tiles.shape[2], slots)
-            return dataclasses.replace(
-                plan, tiles=plan.tiles[:, :tiles], tile_rows=tile_rows, routes=plan.routes[:tiles]
-            )
+            needed = first_tiles(plan, most_tiles(rows, plan.tiles.shape[2], slots))
+            return dataclasses.replace(needed, tile_rows=tile_rows)
 
         return Plans(
             part(self.own, own_tile_rows(rows, self.own.tiles.shape[2])), part(self.grouped, self.grouped.tile_rows)
@@ -350,8 +349,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows, decode)), exact=not decode)
 
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory, exact: bool = False) -> Plans:
-        """Plans of a batch in ``memory``. ``exact``: the grouped plan has no tiles but those of the batch, for kernels
-        whose programs are as many as a share of the rows keeps busy."""
+        """Plans of a batch in ``memory``. ``exact``: the grouped plan has only the tiles of the batch, so that
+        ``shared_expand`` of a prefill has runs as long as these need; a graph must have room for all there can be."""
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         shared = {slot for slot, adapter in live.items() if adapter.shared}
@@ -368,11 +367,9 @@ class ScuteLoRABackend(BaseLoRABackend):
             view_plan(memory.packed[1], rows, width, memory.shared_routes),
         )
         if exact:
-            tiles = max(1, count_tiles(host[1], rows, width))
-            grouped = dataclasses.replace(
-                plans.grouped, tiles=plans.grouped.tiles[:, :tiles], routes=plans.grouped.routes[:tiles]
+            plans = dataclasses.replace(
+                plans, grouped=first_tiles(plans.grouped, max(1, count_tiles(host[1], rows, width)))
             )
-            plans = dataclasses.replace(plans, grouped=grouped)
         route(plans.own.tiles, plans.own.routes, self.pool.table)
         tables = (self.pool.table, self.pool.bases, self.pool.origins)
         shared_route(plans.grouped.tiles, plans.grouped.leading, plans.grouped.routes, *tables)
@@ -475,7 +472,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         real = x[:, : layer.in_features]
 
         def split(operator: str, plan: BatchPlan) -> int:
-            in_tiles = min(rows, plan.tiles.shape[1] * plan.tile_rows)
+            in_tiles = min(rows, plan.tiles.shape[1] * plan.tile_rows)  # fewer in the grouped plan of an eager prefill
             return shrink_split(operator, in_tiles, plan.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
 
         # What shared bases add would be as large as the vocabulary at the output head, in every graph, and as the
@@ -484,11 +481,12 @@ class ScuteLoRABackend(BaseLoRABackend):
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
-        # Of v is read where there is a pair only.
-        v = x.new_empty((split("shrink", plans.own), rows, n_slices, own_rank), dtype=torch.float32)
+        v = x.new_empty(
+            (split("shrink", plans.own), rows, n_slices, own_rank), dtype=torch.float32
+        )  # of own pairs only
         if shared:
             planes = split("shared_shrink", plans.grouped)
-            dtype = shared_scratch(planes, plans.grouped.tile_rows, x.dtype) if x.is_cuda else torch.float32
+            dtype = shared_scratch_dtype(planes, plans.grouped.tile_rows, x.dtype) if x.is_cuda else torch.float32
             u = x.new_empty((planes, rows, n_slices, shared_rank), dtype=dtype)
             addend = x.new_empty((rows, slice_offsets[-1]), dtype=torch.float32) if apart else none
         sides = [stream for stream in (own_stream, shared_stream) if stream is not None]

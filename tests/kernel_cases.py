@@ -170,7 +170,7 @@ class Case:
 
     def shared_scratch(self) -> torch.Tensor:
         """``u``, as the forwards of a server have it on a GPU."""
-        dtype = launch.shared_scratch(self.split, self.grouped.tile_rows, self.arena.dtype)
+        dtype = launch.shared_scratch_dtype(self.split, self.grouped.tile_rows, self.arena.dtype)
         rank = self.scratch_rank if dtype == torch.float32 else -(-self.scratch_rank // 16) * 16
         return torch.full((self.split, len(self.slots), self.n_slices, rank), NAN, dtype=dtype, device=self.x.device)
 

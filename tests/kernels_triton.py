@@ -246,11 +246,11 @@ def test_large_ranks_of_a_prefill(largest: int, seed: int, dtype: torch.dtype, m
     check_shrink_and_expand(*KERNELS, case.to(DEVICE))
 
 
-PAIRS = launch.SharedExpand(32, 16, run=4, tile_programs=2, num_warps=8, num_stages=3, pairs=True)
-PAIR_SEEDS = (3, 5, 8)
+TWO_TILES = launch.SharedExpand(32, 16, run=4, tile_programs=2, num_warps=8, num_stages=3, tiles=2)
+TWO_TILES_SEEDS = (3, 4, 83)
 
 
-def make_pairs(seed: int, dtype: torch.dtype, split: int) -> Case:
+def make_two_tiles(seed: int, dtype: torch.dtype, split: int) -> Case:
     return make_case(
         seed=seed,
         dtype=dtype,
@@ -266,35 +266,43 @@ def make_pairs(seed: int, dtype: torch.dtype, split: int) -> Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("seed", PAIR_SEEDS)
-def test_pairs_of_tiles(seed: int, split: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program multiplies two tiles of a prefill at once."""
-    monkeypatch.setattr(launch, "shared_expand", lambda *_: PAIRS)
-    check_shrink_and_expand(*KERNELS, make_pairs(seed, dtype, split).to(DEVICE))
+@pytest.mark.parametrize(("split", "run"), [(1, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("seed", TWO_TILES_SEEDS)
+def test_two_tiles_at_once(
+    seed: int, split: int, run: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With runs of blocks of columns that end beyond a slice, in it, and within one block."""
+    monkeypatch.setattr(launch, "shared_expand", lambda *_: TWO_TILES)
+    monkeypatch.setattr(launch, "shared_expand_run", lambda *_: run)
+    check_shrink_and_expand(*KERNELS, make_two_tiles(seed, dtype, split).to(DEVICE))
 
 
-def test_pairs_of_tiles_are_of_every_kind() -> None:
-    """Those of the test above: alone or with another, with one basis or two or none, with ``e`` of one adapter, of
-    several or without, in one block of ranks or more, on 16 bytes or not."""
-    found = set()
-    for seed in PAIR_SEEDS:
-        case = make_pairs(seed, torch.float16, 1)
+def test_two_tiles_are_of_every_kind() -> None:
+    """Those of the test above: each way through the kernel, for one basis or both of two."""
+    ways, bases_of_two = set(), set()
+    for seed in TWO_TILES_SEEDS:
+        case = make_two_tiles(seed, torch.float16, 1)
         leading = int(case.grouped.leading)
         for i in range(case.n_slices):
-            routes = case.grouped.routes[:leading, FIRST_SITE + i]
-            for pair in range(0, leading, 2):
-                bases = routes[pair : pair + 2, SHARED_BASIS]
-                slots = case.grouped.tiles[1, pair : pair + 2].flatten()
-                sites = [case.sites[slot][i] for slot in slots.unique().tolist() if slot >= 0]
-                factors = {id(site.e) if site.e is not None else None for site in sites if site.basis >= 0}
-                found.add(f"{len(bases)} tiles, {len(bases[bases >= 0].unique())} bases")
-                found.add("no e" if None in factors else "one e" if len(factors) == 1 else "several e")
-                for _, rank, _, _, offset, stride in routes[pair : pair + 2][bases >= 0, :6].tolist():
-                    found.add("one block" if rank <= PAIRS.block_rank else "blocks")
-                    found.add("aligned" if offset % 8 == 0 and stride % 8 == 0 else "unaligned")
-    assert found >= {"1 tiles, 1 bases", "2 tiles, 0 bases", "2 tiles, 1 bases", "2 tiles, 2 bases"}
-    assert found >= {"one e", "no e", "several e", "one block", "blocks", "aligned", "unaligned"}
+            for first in range(0, leading, 2):
+                tiles = range(first, min(first + 2, leading))
+                routes = {tile: case.grouped.routes[tile, FIRST_SITE + i].tolist() for tile in tiles}
+                bases = {route[SHARED_BASIS] for route in routes.values()} - {-1}
+                bases_of_two.add((len(routes), len(bases)))
+                for basis in bases:
+                    of_basis = [tile for tile, route in routes.items() if route[SHARED_BASIS] == basis]
+                    slots = {slot for tile in of_basis for slot in case.grouped.tiles[1, tile].tolist()} - {-1}
+                    sites = [case.sites[slot][i] for slot in slots if case.sites[slot][i].basis >= 0]
+                    factors = {None if site.e is None else id(site.e) for site in sites}
+                    _, rank, _, _, offset, stride, *_ = routes[of_basis[0]]
+                    e = "several" if len(factors) > 1 else "none" if None in factors else "one"
+                    ways.add((e, rank <= TWO_TILES.block_rank, offset % 8 == 0 and stride % 8 == 0, len(bases)))
+    assert bases_of_two >= {(1, 1), (2, 0), (2, 1), (2, 2)}
+    for e in ("one", "several", "none"):
+        assert any(way[:3] == (e, True, True) for way in ways), f"no tiles with {e} e go in one block of ranks"
+    assert any(way[1:] == (True, True, 2) for way in ways), "no tiles with two bases do"
+    assert any(not way[1] for way in ways), "no tiles have more ranks than one block"
+    assert any(not way[2] for way in ways), "no basis lies on no 16 bytes"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,11 +20,14 @@ SHARED_MEMORY = 99 << 10  # the most that a program can have on an A6000, L40S o
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 100_000])
 @pytest.mark.parametrize("width", [DECODE_WIDTH, PREFILL_WIDTH])
 @pytest.mark.parametrize("kind", ["", "shared_"])
-def test_every_batch_has_parameters_that_fit(kind: str, width: int, rows: int, dtype: torch.dtype) -> None:
-    """Also a prefill graph of few rows, whose tiles are wide."""
+def test_every_batch_has_parameters_that_fit(
+    kind: str, width: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a prefill graph of few rows, whose tiles are wide; on a GPU with little shared memory."""
+    monkeypatch.setattr(launch, "_shared_memory", lambda: SHARED_MEMORY)
     tile_rows = width if kind else own_tile_rows(rows, width)
     shrink = launch.shrink(f"{kind}shrink", rows, tile_rows, dtype, 1024)
-    expand = (launch.shared_expand if kind else launch.expand)(rows, tile_rows, dtype, 1024)
+    expand = (launch.shared_expand.__wrapped__ if kind else launch.expand)(rows, tile_rows, dtype, 1024)
     least = 1 if tile_rows == 1 else 16  # what a tensor core multiplies
     for block in (shrink.block_rank, shrink.block_in, expand.block_rank, expand.block_out):
         assert block >= least and block & (block - 1) == 0
@@ -105,39 +108,52 @@ def test_waves_of_a_prefill(rows: int, offsets: tuple[int, ...], run: int, monke
 
 
 @pytest.mark.parametrize("rank", [16, 200, 1024])
-@pytest.mark.parametrize(("kilobytes", "pairs"), [(0, False), (99, False), (163, False), (227, True)])
-def test_pairs_of_tiles_fit(kilobytes: int, pairs: bool, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kilobytes", "tiles"), [(0, 1), (99, 1), (163, 1), (227, 2)])
+def test_two_tiles_at_once_fit(kilobytes: int, tiles: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program multiplies two tiles of a prefill at once where there is shared memory for it."""
     monkeypatch.setattr(launch, "_shared_memory", lambda: kilobytes << 10)
     choose = launch.shared_expand.__wrapped__  # which remembers nothing
     for dtype in (torch.float16, torch.bfloat16):
         chosen = choose(4096, PREFILL_WIDTH, dtype, rank)
-        assert chosen.pairs == (pairs or (rank == 16 and kilobytes > 0))
-        assert not chosen.pairs or launch.pair_bytes(chosen, PREFILL_WIDTH, dtype) <= kilobytes << 10
-        assert not choose(16, DECODE_WIDTH, dtype, rank).pairs
-    assert not choose(4096, PREFILL_WIDTH, torch.float32, rank).pairs
+        assert chosen.tiles == (2 if rank == 16 and kilobytes else tiles)
+        assert chosen.tiles == 1 or launch.two_tiles_bytes(chosen, PREFILL_WIDTH, dtype) <= kilobytes << 10
+        assert choose(16, DECODE_WIDTH, dtype, rank).tiles == 1
+    assert choose(4096, PREFILL_WIDTH, torch.float32, rank).tiles == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "tiles", "offsets", "runs"),
-    [
-        (8192, 132, (0, 4096), {16, 32}),
-        (8192, 27, (0, 4096), {8, 16}),
-        (8192, 27, (0, 14336, 28672), {8, 16, 32}),
-        (8192, 132, (0, 14336, 28672), {16, 32}),
-        (2048, 36, (0, 4096), {8}),
-        (512, 64, (0, 4096), {2}),  # in a graph, with room for more tiles
-        (1, 1, (0, 64), {2}),
-    ],
-)
-def test_waves_of_pairs(
-    rows: int, tiles: int, offsets: tuple[int, ...], runs: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 2 to 32 blocks, one of those that were fastest on an H200, where they were measured."""
+def run_of_two_tiles(rows: int, tiles: int, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """On an H200."""
     monkeypatch.setattr(launch, "_multiprocessors", lambda: 132)
     monkeypatch.setattr(launch, "_shared_memory", lambda: 227 << 10)
     parameters = launch.shared_expand.__wrapped__(rows, PREFILL_WIDTH, torch.float16, 256)
-    assert launch.shared_expand_run(parameters, rows, tiles, offsets) in runs
+    return launch.shared_expand_run(parameters, rows, tiles, PREFILL_WIDTH, offsets)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "offsets", "fastest"),
+    [
+        (8192, 132, (0, 4096), {16, 32}),
+        (8192, 27, (0, 4096), {8, 16}),
+        (8192, 132, (0, 14336, 28672), {16, 32}),
+        (2048, 36, (0, 4096), {8}),
+    ],
+)
+def test_waves_of_two_tiles(
+    rows: int, tiles: int, offsets: tuple[int, ...], fastest: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of columns that were fastest on an H200: with two numbers, both within 2 %."""
+    assert run_of_two_tiles(rows, tiles, offsets, monkeypatch) in fastest
+
+
+@pytest.mark.parametrize(("rows", "tiles", "offsets"), [(512, 64, (0, 4096)), (1, 1, (0, 64))])
+def test_few_tiles_have_short_runs(
+    rows: int, tiles: int, offsets: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As short as can be, also in a graph, which has room for more tiles; without a GPU those of the table."""
+    assert run_of_two_tiles(rows, tiles, offsets, monkeypatch) == 2
+    monkeypatch.setattr(launch, "_multiprocessors", lambda: 0)
+    parameters = launch.shared_expand.__wrapped__(rows, PREFILL_WIDTH, torch.float16, 256)
+    assert launch.shared_expand_run(parameters, rows, tiles, PREFILL_WIDTH, offsets) == parameters.run
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,9 +163,9 @@ def test_scratch_of_shared_bases(rows: int, dtype: torch.dtype) -> None:
     for features, planes in ((4096, 1), (14336, 1 if rows >= 4096 and dtype != torch.float32 else 3)):
         split = launch.shrink_split("shared_shrink", rows, PREFILL_WIDTH, dtype, features)
         assert split == planes
-        scratch = launch.shared_scratch(split, PREFILL_WIDTH, dtype)
+        scratch = launch.shared_scratch_dtype(split, PREFILL_WIDTH, dtype)
         assert scratch == (dtype if planes == 1 else torch.float32)
-    assert launch.shared_scratch(1, DECODE_WIDTH, dtype) == torch.float32
+    assert launch.shared_scratch_dtype(1, DECODE_WIDTH, dtype) == torch.float32
 
 
 @pytest.mark.parametrize("kilobytes", [99, 163, 227])
@@ -202,7 +218,7 @@ def test_a_rehearsal_meets_all_blocks_of_ranks(max_rank: int, kilobytes: int, mo
 
 
 def test_the_first_entry_that_is_for_the_batch() -> None:
-    options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1, "pairs": False}
+    options = {"block_rank": 16, "run": 1, "tile_programs": 16, "num_warps": 4, "num_stages": 1, "tiles": 1}
     entries = [{"max_rows": most, "block_out": width, **options} for most, width in ((4, 32), (16, 64), (None, 128))]
     chosen = [launch.choose(entries, rows, 16, launch.SharedExpand).block_out for rows in (1, 4, 5, 16, 17, 10**6)]
     assert chosen == [32, 32, 64, 64, 128, 128]

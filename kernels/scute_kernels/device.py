@@ -76,10 +76,15 @@ def membership(
         member = live & (offsets != NO_MEMBER)
     else:
         slots = slots_of_tile(tiles_ptr, tile, n_tiles, tiles_stride, ROWS, ROWS)
-        entries = table_ptr + (slots * sites + site) * FIELDS
-        member = tl.load(entries + BASIS, mask=live, other=-1) >= 0
-        offsets = tl.load(entries + FIELD, mask=live, other=-1)
+        member, offsets = membership_of_slots(table_ptr, slots, sites, site, live, FIELD)
     return member, offsets
+
+
+@triton.jit
+def membership_of_slots(table_ptr, slots, sites, site, live, FIELD: tl.constexpr):
+    """The same of rows that have these slots, from the table."""
+    entries = table_ptr + (slots * sites + site) * FIELDS
+    return tl.load(entries + BASIS, mask=live, other=-1) >= 0, tl.load(entries + FIELD, mask=live, other=-1)
 
 
 @triton.jit
@@ -160,8 +165,8 @@ def features_product(
 
 @triton.jit
 def written_ranks(pointers, rank):
-    """Of a row of scratch of 16 bits (see ``launch.shared_scratch``): up to the next 16, zeros behind the rank, so
-    that reading them stays wide; of one in fp32: up to the rank."""
+    """How many columns of a row of scratch are written for a rank: in fp32 as many; in 16 bits, see
+    ``launch.shared_scratch_dtype``, up to the next multiple of 16, behind the rank zeros, so that reads stay wide."""
     if pointers.dtype.element_ty.primitive_bitwidth == 16:
         rank = (rank + 15) // 16 * 16
     return rank
@@ -173,7 +178,8 @@ def planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT: tl.constexpr):
     ``v_rows``: pointers to the rows of the first plane, ``(ROWS, 1)``, which are R wide, ``max_rank``; only those that
     are ``live`` are read."""
     pointers = v_rows + r[None, :]
-    if SPLIT == 1 and v_rows.dtype.element_ty.primitive_bitwidth == 16:
+    if v_rows.dtype.element_ty.primitive_bitwidth == 16:
+        tl.static_assert(SPLIT == 1)
         # Tensor cores take it from shared memory just as it was read, so nothing is done with it here.
         v = tl.load(pointers, mask=live[:, None] & (r < written_ranks(pointers, rank))[None, :], other=0.0)
     else:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from scute_kernels.plan import DECODE_WIDTH, PREFILL_WIDTH
+from scute_kernels.plan import DECODE_WIDTH
 
 TABLE = Path(__file__).with_name("launch_table.json")
 
@@ -84,9 +84,9 @@ class Expand:
 
 @dataclass(frozen=True)
 class SharedExpand:
-    """Of ``shared_expand``. ``run``: blocks of columns that a program does, one after another; of ``pairs``, about, see
-    ``shared_expand_run``. ``tile_programs``: how many programs share the tiles of these, at most. ``pairs``: whether a
-    program multiplies two tiles at once."""
+    """Of ``shared_expand``. ``tiles``: that a program multiplies at once, 1 or 2. ``run``: blocks of columns that it
+    does, one after another; with two tiles about, see ``shared_expand_run``. ``tile_programs``: how many programs share
+    the tiles of these, at most."""
 
     block_rank: int
     block_out: int
@@ -94,12 +94,12 @@ class SharedExpand:
     tile_programs: int
     num_warps: int
     num_stages: int
-    pairs: bool
+    tiles: int
 
 
 Parameters = TypeVar("Parameters", Shrink, Expand, SharedExpand)
 _MOST_PLANES = 16
-LONG_RANK, LONG_ROWS = 64, 4096  # see long_block
+LONG_RANK, LONG_ROWS = 64, 4096  # see long_block; LONG_ROWS also shrink_split
 # Below so many, programs of expand for rows are half as wide. On an H200 that takes up to a third off the time of r256
 # at o, q, k and v for 16 and 24 rows, 256 to 384 programs; for 32 and 64, of 512 and more, it makes no difference or is
 # slower, and for gate and up it is slower.
@@ -150,15 +150,15 @@ def shrink_split(
     in_features: int,
     parameters: Shrink | None = None,
 ) -> int:
-    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only.
-    ``parameters``: those of the table if not given."""
+    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only. ``rows``: in
+    tiles, which may be fewer than N of an eager prefill. ``parameters``: those of the table if not given."""
     if operator == "shared_shrink" and _is_long(rows, tile_rows, dtype):
-        return 1  # the blocks of 256 ranks are programs enough, and shared_expand reads every plane for some columns
+        return 1  # programs enough without; and every program of shared_expand would read all planes
     parameters = parameters or choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink)
     return max(1, min(_MOST_PLANES, in_features // parameters.share))
 
 
-def shared_scratch(split: int, tile_rows: int, dtype: torch.dtype) -> torch.dtype:
+def shared_scratch_dtype(split: int, tile_rows: int, dtype: torch.dtype) -> torch.dtype:
     """Of ``u``. Of one plane in prefill that of the arena, to which ``shared_expand`` would round it: so it is half as
     large, and tensor cores read it from shared memory as it came. For ``v``, whose ranks are fewer, that is slower."""
     return dtype if split == 1 and tile_rows > DECODE_WIDTH else torch.float32
@@ -178,6 +178,7 @@ def long_block(parameters: Shrink, rows: int, tile_rows: int, dtype: torch.dtype
 
 
 def _is_long(rows: int, tile_rows: int, dtype: torch.dtype) -> bool:
+    """Whether the rows of a prefill are so many that their tiles are programs enough."""
     return tile_rows > DECODE_WIDTH and rows >= LONG_ROWS and precision(dtype) == "half"
 
 
@@ -279,34 +280,42 @@ def rank_blocks(
 
 
 def scratch_ranks(max_rank: int) -> set[int]:
-    """Ranks of scratches for which ``rank_blocks`` may differ, up to ``max_rank``."""
+    """Ranks of scratches for which ``rank_blocks``, or whether ranks go beyond them, may differ, up to ``max_rank``."""
     return {min(rank, max_rank) for rank in (128, 256, max_rank)}
 
 
 @functools.lru_cache(1024)
 def shared_expand(rows: int, tile_rows: int, dtype: torch.dtype, max_rank: int) -> SharedExpand:
-    """As ``expand``."""
+    """As ``expand``; one tile at a time where the shared memory has no room for two."""
     chosen = choose(_table()["shared_expand"][precision(dtype)], rows, tile_rows, SharedExpand)
     chosen = replace(chosen, block_rank=_block(max_rank, chosen.block_rank))
-    if chosen.pairs and pair_bytes(chosen, tile_rows, dtype) > _shared_memory():
-        return replace(chosen, block_out=32, run=8, num_warps=4, num_stages=2, pairs=False)
+    if chosen.tiles == 2 and two_tiles_bytes(chosen, tile_rows, dtype) > _shared_memory():
+        return replace(chosen, **_ONE_TILE)
     return chosen
 
 
-def pair_bytes(parameters: SharedExpand, tile_rows: int, dtype: torch.dtype) -> int:
-    """Shared memory of a program of ``shared_expand`` that multiplies two tiles at once: ``u``, in each stage ``b`` and
-    ``out``, in all but the last also ``e``, and the results on their way out."""
+# Of shared_expand, in place of two tiles: fits into the shared memory of every GPU that the project serves.
+_ONE_TILE: dict[str, Any] = {"block_out": 32, "run": 8, "num_warps": 4, "num_stages": 2, "tiles": 1}
+
+
+def two_tiles_bytes(parameters: SharedExpand, tile_rows: int, dtype: torch.dtype) -> int:
+    """At most the shared memory of a program of ``shared_expand`` that multiplies two tiles at once: ``u``, in each
+    stage ``b`` and ``out``, and once more as much as ``out`` for ``e`` of each row and for what the compiler adds."""
     rows, columns, stages = 2 * tile_rows, parameters.block_out, parameters.num_stages
     return dtype.itemsize * (parameters.block_rank * (rows + stages * columns) + rows * columns * (stages + 1))
 
 
-def shared_expand_run(parameters: SharedExpand, rows: int, n_tiles: int, slice_offsets: Sequence[int]) -> int:
-    """Of pairs of tiles: as ``expand_run``, down to an eighth of that of the table; one program is resident.
-    ``n_tiles``: of the plan, which in a graph has room for more than ``rows`` rows fill as a rule."""
-    tiles = min(n_tiles, -(-rows // PREFILL_WIDTH))
-    pairs = min(-(-tiles // 2), parameters.tile_programs)
+def shared_expand_run(
+    parameters: SharedExpand, rows: int, n_tiles: int, tile_rows: int, slice_offsets: Sequence[int]
+) -> int:
+    """Of two tiles at once: as ``expand_run``, from twice as many blocks as the table has down to an eighth; one
+    program is resident. ``n_tiles``: of the plan; in a graph, room for more tiles than the rows fill."""
+    if not _multiprocessors():
+        return parameters.run
+    tiles = min(n_tiles, -(-rows // tile_rows))
+    tile_programs = min(-(-tiles // 2), parameters.tile_programs)
     runs = [max(1, 2 * parameters.run >> halved) for halved in range(5)]
-    return _shortest_run(runs, parameters.block_out, pairs, max(1, _multiprocessors()), slice_offsets)
+    return _shortest_run(runs, parameters.block_out, tile_programs, _multiprocessors(), slice_offsets)
 
 
 def rotate_rows(rows: int, features: int) -> RotateRows:

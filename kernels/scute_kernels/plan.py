@@ -11,7 +11,7 @@ stand in the rows of the batch, those of the others in *further rows* behind the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -203,6 +203,11 @@ def view_plan(packed: torch.Tensor, rows: int, width: int, routes: torch.Tensor)
     leading = packed[_leading(rows) : _leading(rows) + 1]
     tiles = packed[_first_tile(rows) :].view(3, -1, width)
     return BatchPlan(packed[:rows], further, tiles, leading, routes, tile_rows=width)
+
+
+def first_tiles(plan: BatchPlan, count: int) -> BatchPlan:
+    """``plan`` with no more than so many tiles, the first: views."""
+    return replace(plan, tiles=plan.tiles[:, :count], routes=plan.routes[:count])
 
 
 def count_tiles(packed: torch.Tensor, rows: int, width: int) -> int:

@@ -263,7 +263,8 @@ def _expand_tiles(
     BLOCK_OUT: tl.constexpr,
 ):
     """Does ``run`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
-    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``; larger ranks go by blocks of ``BLOCK_RANK``."""
+    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``. ``LARGER``: whether there may be larger ranks, which go by
+    blocks of ``BLOCK_RANK``; where there are none, their way would take registers from the others."""
     slice_number, begin, width, first_column = slice_of_block(
         tl.program_id(0), SLICE_OFFSETS, N_SLICES, run * BLOCK_OUT
     )

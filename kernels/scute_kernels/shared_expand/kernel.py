@@ -1,7 +1,8 @@
-"""shared_expand: the Triton kernel. A program finishes some blocks of columns for some tiles.
+"""shared_expand: the Triton kernels. A program finishes some blocks of columns for some tiles: one after another, or in
+prefill two at once, if the GPU has the shared memory for it.
 
-Rows and route of a tile lie at addresses that depend on the launch alone, in decode with where the ``e`` of each row
-is, and all that ``b`` and ``u`` wait for is one of these.
+In the first, rows and route of a tile lie at addresses that depend on the launch alone, in decode with where the ``e``
+of each row is, and all that ``b`` and ``u`` wait for is one of these.
 """
 
 # What @triton.jit compiles is Python by syntax only.
@@ -18,8 +19,6 @@ import triton.language as tl
 
 from scute_kernels import launch
 from scute_kernels.device import (
-    BASIS,
-    FIELDS,
     SHARED_B,
     SHARED_B_STRIDE,
     SHARED_BASIS,
@@ -27,6 +26,7 @@ from scute_kernels.device import (
     E,
     known_multiple,
     membership,
+    membership_of_slots,
     planes,
     planes_product,
     rows_of_tile,
@@ -68,15 +68,42 @@ def _put(pointers, total, mask, ADD: tl.constexpr):
 
 
 @triton.jit
+def _columns(
+    out_rows,
+    u,
+    b_rows,
+    arena_ptr,
+    r,
+    rank,
+    member,
+    e_offsets,
+    first_column,
+    last_column,
+    step,
+    width,
+    ADD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Some blocks of columns of a tile whose rank is at most that of ``u``, ``(ROWS, BLOCK_RANK)``, each while the next
+    are read. ``b_rows``: pointers to the rows ``r``. ``e_offsets``: of each row, or one for all."""
+    for column in tl.range(first_column, last_column, step, num_stages=STAGES):
+        n = column + tl.arange(0, BLOCK_OUT)
+        n_live = n < width
+        b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
+        e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
+        total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
+        _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
+
+
+@triton.jit
 def _by_blocks_of_ranks(
     out_rows,
     u_rows,
     arena_ptr,
-    b_ptr,
-    b_stride,
     offset,
     stride,
-    aligned,
     rank,
     max_rank,
     member,
@@ -90,18 +117,17 @@ def _by_blocks_of_ranks(
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
-    """A block of columns of a tile with more ranks than one block, or whose ``b`` lies on no 16 bytes (not
-    ``aligned``). ``b_ptr``, ``b_stride``: ``offset`` and ``stride`` in the form of ``known_multiple``."""
+    """A block of columns of a tile with more ranks than one block, or whose ``b`` lies on no 16 bytes."""
     n = column + tl.arange(0, BLOCK_OUT)
     n_live = n < width
     e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
-    if aligned:
+    if (offset % VECTOR == 0) & (stride % VECTOR == 0):
         total = planes_product(
             u_rows,
             max_rank,
             plane_stride,
-            b_ptr,
-            b_stride,
+            arena_ptr + known_multiple(offset, VECTOR),
+            known_multiple(stride, VECTOR),
             rank,
             member,
             n,
@@ -189,25 +215,32 @@ def _shared_expand(
                 r = tl.arange(0, BLOCK_RANK)
                 # Of every row of the tile, so that reading does not wait for who is a member: others are not written.
                 u = planes(u_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
-                b_rows = b_ptr + r[:, None].to(tl.int64) * b_stride
-                for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
-                    n = column + tl.arange(0, BLOCK_OUT)
-                    n_live = n < width
-                    b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-                    e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
-                    total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
-                    _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
+                _columns(
+                    out_rows,
+                    u,
+                    b_ptr + r[:, None].to(tl.int64) * b_stride,
+                    arena_ptr,
+                    r,
+                    rank,
+                    member,
+                    e_offsets,
+                    first_column,
+                    last_column,
+                    BLOCK_OUT,
+                    width,
+                    ADD,
+                    VECTOR,
+                    BLOCK_OUT,
+                    STAGES,
+                )
             else:
                 for column in range(first_column, last_column, BLOCK_OUT):
                     _by_blocks_of_ranks(
                         out_rows,
                         u_rows,
                         arena_ptr,
-                        b_ptr,
-                        b_stride,
                         offset,
                         stride,
-                        aligned,
                         rank,
                         max_rank,
                         member,
@@ -228,7 +261,7 @@ def _shared_expand(
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "run"])
-def _shared_expand_pairs(
+def _shared_expand_two(
     out_ptr,
     u_ptr,
     tiles_ptr,
@@ -239,12 +272,12 @@ def _shared_expand_pairs(
     first_site,
     sites,
     n_tiles,
-    run,
     tiles_stride,
     out_stride,
     max_rank,
     row_stride,
     plane_stride,
+    run,
     ADD: tl.constexpr,
     SLICE_OFFSETS: tl.constexpr,
     N_SLICES: tl.constexpr,
@@ -257,15 +290,15 @@ def _shared_expand_pairs(
     BLOCK_OUT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """For prefill: two tiles at once, so that ``b`` is read half as often. They have one basis, as a rule; else one
-    after the other is multiplied, the rows of the other left out."""
+    """Two tiles at once, so that ``b`` is read half as often. They have one basis, as a rule; else one after the other
+    is multiplied, the rows of the other left out. ``ROWS``: of one tile. ``run``: blocks of columns that a program
+    does. Programs side by side have blocks side by side: memory is faster for long runs of columns."""
     PLACES: tl.constexpr = 2 * ROWS
     slice_number, begin, width, first_column = slice_of_block(
         tl.program_id(0), SLICE_OFFSETS, N_SLICES, run * BLOCK_OUT
     )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
-    # As many blocks as a run, but one beside that of the next program, for memory gives long runs of columns faster.
     first_column = known_multiple(first_column // run, BLOCK_OUT)
     step = known_multiple(tl.cdiv(width, run * BLOCK_OUT) * BLOCK_OUT, BLOCK_OUT)
     site = first_site + slice_number
@@ -280,54 +313,69 @@ def _shared_expand_pairs(
         slots = tl.load(tiles_ptr + tiles_stride + first_tile * ROWS + place, mask=known, other=-1).to(tl.int64)
         basis_route = routes_ptr + (tile_of_row.to(tl.int64) * sites + site) * ROUTE_FIELDS + SHARED_BASIS
         bases = tl.load(basis_route, mask=known, other=-1)
-        entries = table_ptr + (slots * sites + site) * FIELDS
-        in_basis = tl.load(entries + BASIS, mask=rows >= 0, other=-1) >= 0
-        all_e = tl.load(entries + E, mask=rows >= 0, other=-1)
-        before = -1 + tl.zeros((), tl.int64)
+        in_basis, all_e = membership_of_slots(table_ptr, slots, sites, site, rows >= 0, E)
+        before = tl.full((), -1, tl.int64)
         for i in range(2):
             basis, rank, offset, stride = _route(routes_ptr, first_tile + i, leading, sites, site, ROUTE_FIELDS)
             member = in_basis & (bases == basis)
             if (basis >= 0) & (basis != before):
                 e_offsets = tl.where(member, all_e, -1)
-                first_e = tl.max(e_offsets, axis=0)
-                one_e = tl.min(tl.where(member, all_e, first_e), axis=0) == first_e
+                some_e = tl.max(e_offsets, axis=0)
+                one_e = tl.min(tl.where(member, all_e, some_e), axis=0) == some_e
                 u_rows = u_ptr + slice_number * max_rank + rows[:, None] * row_stride
                 out_rows = out_ptr + rows[:, None] * out_stride + begin
                 aligned = (offset % VECTOR == 0) & (stride % VECTOR == 0)
-                b_ptr = arena_ptr + known_multiple(offset, VECTOR)
-                b_stride = known_multiple(stride, VECTOR)
                 if aligned & (rank <= BLOCK_RANK):
                     r = tl.arange(0, BLOCK_RANK)
                     u = planes(u_rows, r, rank, max_rank, member, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
-                    b_rows = b_ptr + r[:, None].to(tl.int64) * b_stride
+                    b_ptr = arena_ptr + known_multiple(offset, VECTOR)
+                    b_rows = b_ptr + r[:, None].to(tl.int64) * known_multiple(stride, VECTOR)
                     if one_e:
-                        for column in tl.range(first_column, width, step, num_stages=STAGES):
-                            n = column + tl.arange(0, BLOCK_OUT)
-                            n_live = n < width
-                            b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-                            e_pointers = arena_ptr + known_multiple(tl.maximum(first_e, 0), VECTOR) + n
-                            e = tl.load(e_pointers, mask=n_live & (first_e >= 0), other=1.0).to(tl.float32)
-                            total = tl.dot(u, b, input_precision="ieee") * e[None, :]
-                            _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
-                    else:
-                        for column in tl.range(first_column, width, step, num_stages=2):
-                            n = column + tl.arange(0, BLOCK_OUT)
-                            n_live = n < width
-                            b = tl.load(b_rows + n[None, :], mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-                            e = _factors(arena_ptr, e_offsets, n, n_live, VECTOR)
-                            total = tl.dot(u, b, input_precision="ieee") * e.to(tl.float32)
-                            _put(out_rows + n[None, :], total, member[:, None] & n_live[None, :], ADD)
+                        _columns(
+                            out_rows,
+                            u,
+                            b_rows,
+                            arena_ptr,
+                            r,
+                            rank,
+                            member,
+                            some_e + tl.zeros((1,), tl.int64),
+                            first_column,
+                            width,
+                            step,
+                            width,
+                            ADD,
+                            VECTOR,
+                            BLOCK_OUT,
+                            STAGES,
+                        )
+                    else:  # e of each row is as large as out: no room for it in another stage
+                        _columns(
+                            out_rows,
+                            u,
+                            b_rows,
+                            arena_ptr,
+                            r,
+                            rank,
+                            member,
+                            e_offsets,
+                            first_column,
+                            width,
+                            step,
+                            width,
+                            ADD,
+                            VECTOR,
+                            BLOCK_OUT,
+                            STAGES - 1,
+                        )
                 else:
                     for column in range(first_column, width, step):
                         _by_blocks_of_ranks(
                             out_rows,
                             u_rows,
                             arena_ptr,
-                            b_ptr,
-                            b_stride,
                             offset,
                             stride,
-                            aligned,
                             rank,
                             max_rank,
                             member,
@@ -363,13 +411,28 @@ def shared_expand(
     split, _, n_slices, max_rank = u.shape
     _, n_tiles, tile_rows = tiles.shape
     parameters = parameters or launch.shared_expand(out.shape[0], tile_rows, arena.dtype, max_rank)
-    run, reach = parameters.run, 1
-    if parameters.pairs:
-        run, reach = launch.shared_expand_run(parameters, out.shape[0], n_tiles, slice_offsets), 2
+    run = parameters.run
+    if parameters.tiles == 2:
+        run = launch.shared_expand_run(parameters, out.shape[0], n_tiles, tile_rows, slice_offsets)
     column_blocks = launch.column_blocks(slice_offsets, run * parameters.block_out)
-    grid = column_blocks, min(-(-n_tiles // reach), parameters.tile_programs)
-    memory = (out, u, tiles, routes, leading, arena, table)
-    strides = (tiles.stride(0), out.stride(0), max_rank, u.stride(1), u.stride(0))
+    grid = column_blocks, min(-(-n_tiles // parameters.tiles), parameters.tile_programs)
+    arguments = (
+        out,
+        u,
+        tiles,
+        routes,
+        leading,
+        arena,
+        table,
+        first_site,
+        routes.shape[1],
+        n_tiles,
+        tiles.stride(0),
+        out.stride(0),
+        max_rank,
+        u.stride(1),
+        u.stride(0),
+    )
     constants = {
         "ADD": add,
         "SLICE_OFFSETS": tuple(slice_offsets),
@@ -385,8 +448,7 @@ def shared_expand(
         "num_warps": parameters.num_warps,
         "num_stages": 1,  # of the loop over ranks: each stage would hold every plane of u
     }
-    if parameters.pairs:
-        _shared_expand_pairs[grid](*memory, first_site, routes.shape[1], n_tiles, run, *strides, **constants)
-        return
-    few_registers = launch.few_registers(parameters.num_warps)
-    _shared_expand[grid](*memory, first_site, routes.shape[1], n_tiles, *strides, RUN=run, **constants, **few_registers)
+    if parameters.tiles == 2:  # its shared memory lets one program be resident, whatever its registers
+        _shared_expand_two[grid](*arguments, run, **constants)
+    else:
+        _shared_expand[grid](*arguments, RUN=run, **constants, **launch.few_registers(parameters.num_warps))

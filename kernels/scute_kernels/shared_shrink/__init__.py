@@ -15,7 +15,7 @@ shared_shrink = register(
 of its own; what is not mentioned is left unwritten. ``x a_shared^T`` is computed once for slices with the same basis.
 
 ``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``u``: ``(SPLIT, N, n_slices, R)`` contiguous, R at least every
-rank, fp32; ``shared_expand`` sums the planes, always in the same order. One plane may have 16 bits, see
-``launch.shared_scratch``: R is a multiple of 16 then, and zeros are written behind the rank up to the next. The plan is
-a grouped plan.
+rank; fp32, whose planes ``shared_expand`` sums, always in the same order. If SPLIT is 1 it may be of the arena's dtype,
+see ``launch.shared_scratch_dtype``; in 16 bits R is a multiple of 16, and zeros are written from the rank up to the
+next multiple of 16. The plan is a grouped plan.
 """
