@@ -163,8 +163,8 @@ def _shared_shrink(
             out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
             written = (r < written_ranks(out_rows, rank))[None, :]
             for i in tl.static_range(N_SLICES):
-                of_slice = (product * factors[i]).to(u_ptr.dtype.element_ty)
-                tl.store(out_rows + i * slice_stride, of_slice, mask=same[i][:, None] & written)
+                rounded = (product * factors[i]).to(u_ptr.dtype.element_ty)
+                tl.store(out_rows + i * slice_stride, rounded, mask=same[i][:, None] & written)
 
         tile += tl.num_programs(2)
         rows = rows_of_tile(tiles_ptr, tile, n_tiles, ROWS, ROWS)
