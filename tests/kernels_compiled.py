@@ -211,6 +211,19 @@ def test_all_kernels_are_compiled_before_the_graphs(
         assert not wanted - rehearsed, rows
 
 
+def test_every_kernel_of_a_server_compiles(
+    wanted: set[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the interpreter runs may not compile: there a name may have several types."""
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    backend, _ = serving(torch.bfloat16)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)  # that of ``wanted``, which ends a launch before
+    count = compile_kernels(
+        lambda: (backend.rehearse(MOST_PREFILL_ROWS, [None]), backend.rehearse(max(DECODE_ROWS), DECODE_VARIANTS))
+    )
+    assert count == len(list(tmp_path.rglob("*.cubin"))) > 50
+
+
 def test_how_much_a_row_takes() -> None:
     """In a wrapped layer, whose slices are projections of their own."""
     backend, _ = serving(torch.float16)
