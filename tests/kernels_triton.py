@@ -146,7 +146,7 @@ def test_few_programs_do_all_the_work(dtype: torch.dtype, programs: int, spare_r
     )
     shrink = launch.Shrink(16, 64, 72, programs, num_warps=4, num_stages=2)
     expand = launch.Expand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, pdl=False)
-    shared_expand = launch.SharedExpand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, pairs=False)
+    shared_expand = launch.SharedExpand(16, 16, run=3, tile_programs=2, num_warps=4, num_stages=2, tiles=1)
     check_shrink_and_expand(
         *(
             partial(kernel, parameters=parameters)
