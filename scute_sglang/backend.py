@@ -472,8 +472,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         real = x[:, : layer.in_features]
 
         def split(operator: str, plan: BatchPlan) -> int:
-            in_tiles = min(rows, plan.tiles.shape[1] * plan.tile_rows)  # fewer in the grouped plan of an eager prefill
-            return shrink_split(operator, in_tiles, plan.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
+            return shrink_split(operator, rows, plan.tile_rows, x.dtype, real.shape[1]) if x.is_cuda else 1
 
         # What shared bases add would be as large as the vocabulary at the output head, in every graph, and as the
         # outputs of a prefill in an eager decode of as many rows.
