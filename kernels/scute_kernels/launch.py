@@ -150,8 +150,8 @@ def shrink_split(
     in_features: int,
     parameters: Shrink | None = None,
 ) -> int:
-    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only. ``rows``: N of
-    the batch. ``parameters``: those of the table if not given."""
+    """SPLIT of the operator: into how many partial planes the features are split. Depends on shapes only. ``rows``: N
+    of the batch. ``parameters``: those of the table if not given."""
     if operator == "shared_shrink" and _is_long(rows, tile_rows, dtype):
         return 1  # programs enough without; and every program of shared_expand would read all planes
     parameters = parameters or choose(_table()[operator][precision(dtype)], rows, tile_rows, Shrink)

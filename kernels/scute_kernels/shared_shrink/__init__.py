@@ -16,6 +16,6 @@ of its own; what is not mentioned is left unwritten. ``x a_shared^T`` is compute
 
 ``x``: ``(N, in)`` of the arena's dtype, last stride 1. ``u``: ``(SPLIT, N, n_slices, R)`` contiguous, R at least every
 rank; fp32, whose planes ``shared_expand`` sums, always in the same order. If SPLIT is 1 it may be of the arena's dtype,
-see ``launch.shared_scratch_dtype``; in 16 bits R is a multiple of 16, and zeros are written from the rank up to the
-next multiple of 16. The plan is a grouped plan.
+see ``launch.shared_scratch_dtype``; in 16 bits R is a multiple of 16, and from the rank up to the next multiple of
+16 the inputs times 0 are written, for which the ``b`` of ``shared_expand`` is 0. The plan is a grouped plan.
 """

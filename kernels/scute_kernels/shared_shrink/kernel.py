@@ -162,8 +162,6 @@ def _shared_shrink(
 
             out_rows = u_ptr + share.to(tl.int64) * plane_stride + rows[:, None] * row_stride + r[None, :]
             written = (r < written_ranks(out_rows, rank))[None, :]
-            if u_ptr.dtype.element_ty.primitive_bitwidth == 16:  # an infinite input times 0 would be no 0
-                product = tl.where((r < rank)[None, :], product, 0.0)
             for i in tl.static_range(N_SLICES):
                 rounded = (product * factors[i]).to(u_ptr.dtype.element_ty)
                 tl.store(out_rows + i * slice_stride, rounded, mask=same[i][:, None] & written)
