@@ -361,10 +361,8 @@ class TunedSites(Sites):
 
         width = self.grouped[0].shape[2]
         own, shared = split("shrink", self.own[2], setting.shrink), split("shared_shrink", width, setting.shared_shrink)
-        shape, dtype = (
-            (self.n_rows, self.n_slices, self.max_rank),
-            launch.shared_scratch_dtype(shared, width, self.dtype),
-        )
+        shape = self.n_rows, self.n_slices, self.max_rank
+        dtype = launch.shared_scratch_dtype(shared, width, self.dtype)
         v = torch.empty(own, *shape, device=DEVICE)
         u = torch.empty(shared, *shape, dtype=dtype, device=DEVICE)
         return Scratch(v, u, self._addend())

@@ -480,9 +480,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         own_stream = self._own_stream if batch.beside and own_pairs else None
         shared_stream = self._shared_stream if batch.beside and shared else None
         u = addend = none
-        v = x.new_empty(
-            (split("shrink", plans.own), rows, n_slices, own_rank), dtype=torch.float32
-        )  # of own pairs only
+        # Of own pairs only: read and written where there is one.
+        v = x.new_empty((split("shrink", plans.own), rows, n_slices, own_rank), dtype=torch.float32)
         if shared:
             planes = split("shared_shrink", plans.grouped)
             dtype = shared_scratch_dtype(planes, plans.grouped.tile_rows, x.dtype) if x.is_cuda else torch.float32

@@ -243,11 +243,12 @@ def expand_run(parameters: Expand, rows: int, tile_rows: int, slice_offsets: Seq
         return run
     tiles = min(-(-rows // tile_rows), parameters.tile_programs)
     runs = run, max(1, run // 2), 2 * run
-    return _shortest_run(runs, parameters.block_out, tiles, resident, slice_offsets)
+    return _shortest_run(runs, parameters.block_out, tiles, resident, tuple(slice_offsets))
 
 
+@functools.lru_cache(1024)  # every launch of a prefill asks
 def _shortest_run(
-    runs: Sequence[int], block_out: int, tile_programs: int, resident: int, slice_offsets: Sequence[int]
+    runs: tuple[int, ...], block_out: int, tile_programs: int, resident: int, slice_offsets: tuple[int, ...]
 ) -> int:
     """Which of some runs of blocks of columns makes the shortest waves of programs, see ``expand_run``."""
 
@@ -314,8 +315,8 @@ def shared_expand_run(
         return parameters.run
     tiles = min(n_tiles, -(-rows // tile_rows))
     tile_programs = min(-(-tiles // 2), parameters.tile_programs)
-    runs = [max(1, 2 * parameters.run >> halved) for halved in range(5)]
-    return _shortest_run(runs, parameters.block_out, tile_programs, _multiprocessors(), slice_offsets)
+    runs = tuple(max(1, 2 * parameters.run >> halved) for halved in range(5))
+    return _shortest_run(runs, parameters.block_out, tile_programs, _multiprocessors(), tuple(slice_offsets))
 
 
 def rotate_rows(rows: int, features: int) -> RotateRows:
