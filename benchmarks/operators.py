@@ -313,7 +313,7 @@ class MeasuredSites(Sites):
                 return self.x, *self.grouped, site, out
             case "shared_expand":
                 return out, self.u, *self.grouped, site, self.offsets, not self.case.beside
-        return out, self.v, self.addend, *self.own, site, self.offsets
+        return out, self.v, self.addend, *self.filled, site, self.offsets
 
     def check(self, operator: str) -> None:
         """Compares ``operator`` with its reference in the last layer. Raises ``AssertionError`` if they differ."""

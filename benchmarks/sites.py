@@ -13,7 +13,18 @@ from itertools import accumulate
 import torch
 
 from scute_kernels import table
-from scute_kernels.plan import BatchPlan, build_plan, most_tiles, own_tile_rows, shared_fields, tile_width, view_plan
+from scute_kernels.plan import (
+    PREFILL_WIDTH,
+    BatchPlan,
+    build_plan,
+    count_tiles,
+    first_tiles,
+    most_tiles,
+    own_tile_rows,
+    shared_fields,
+    tile_width,
+    view_plan,
+)
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
 from shapes import Module
@@ -39,7 +50,8 @@ class Sites:
 
     Slice ``i`` of layer ``l`` is site ``l * n_slices + i``. Of the two plans this is what operators take, in order:
 
-    ``own``: ``(tiles, routes, tile_rows, arena)`` of the own plan, which has all rows with an adapter.
+    ``own``: ``(tiles, routes, tile_rows, arena)`` of the own plan, which has all rows with an adapter. ``filled``: the
+    same for ``expand``: as in an eager prefill no tiles but those that have rows, nor has the grouped plan then.
     ``grouped``: ``(tiles, routes, leading, arena, table)`` of the grouped plan, which has the rows with a shared basis
     or a rotation. Rows with the shared basis share tiles, those with a diagonal too, a rotation has its own.
     ``rotated``: ``(row_slot, further, tiles, arena, table)`` of the grouped plan, for ``rotate``. ``n_further``: how
@@ -70,16 +82,17 @@ class Sites:
         tile_rows = own_tile_rows(self.n_rows, width)
         transforming = [slot for slot, method in enumerate(methods) if method.block]
         self.n_further = sum(count for slot, count in zip(slots, counts, strict=True) if slot in transforming)
-        own = self._plan(slots, counts, [-1 for _ in methods], set(), transforming, tile_rows, table.FIELDS)
+        own, filled = self._plan(slots, counts, [-1 for _ in methods], set(), transforming, tile_rows, table.FIELDS)
         route_kernel.route(own.tiles, own.routes, self.table)
         has_work = [method.basis_rank > 0 or method.block > 0 for method in methods]
         grouped_slots = [slot if slot >= 0 and has_work[slot] else -1 for slot in slots]
         groups = [-1 if method.block > 1 else int(method.basis_rank > 0) for method in methods]
         leaders = {slot for slot, method in enumerate(methods) if method.basis_rank > 0}
-        grouped = self._plan(grouped_slots, counts, groups, leaders, transforming, width, shared_fields(width))
+        _, grouped = self._plan(grouped_slots, counts, groups, leaders, transforming, width, shared_fields(width))
         tables = (self.table, self.bases, self.origins)
         shared_route_kernel.shared_route(grouped.tiles, grouped.leading, grouped.routes, *tables)
         self.own = (own.tiles, own.routes, tile_rows, self.arena)
+        self.filled = (filled.tiles, filled.routes, tile_rows, self.arena)
         self.grouped = (grouped.tiles, grouped.routes, grouped.leading, self.arena, self.table)
         self.rotated = (grouped.row_slot, grouped.further, grouped.tiles, self.arena, self.table)
 
@@ -95,12 +108,14 @@ class Sites:
         transforming: Collection[int],
         tile_rows: int,
         fields: int,
-    ) -> BatchPlan:
-        """As ``build_plan`` makes it; its ``routes``, of ``fields`` fields, are not written yet."""
+    ) -> tuple[BatchPlan, BatchPlan]:
+        """As ``build_plan`` makes it, and in prefill without dead tiles; ``routes``, of ``fields`` fields, are not
+        written yet."""
         rows, width = self.n_rows, tile_width(self.n_rows, decode=True)
-        packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, transforming).to(DEVICE)
+        packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, transforming)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
-        return view_plan(packed, rows, width, routes)
+        plan = view_plan(packed.to(DEVICE), rows, width, routes)
+        return plan, first_tiles(plan, max(1, count_tiles(packed, rows, width))) if width == PREFILL_WIDTH else plan
 
     def _fill(
         self,

@@ -150,7 +150,7 @@ PREFILL_SHRINKS = [
     )
 ]
 PREFILL_EXPAND = launch.Expand(
-    block_rank=64, block_out=64, run=8, tile_programs=64, num_warps=4, num_stages=3, pdl=False
+    block_rank=64, block_out=64, run=8, tile_programs=256, num_warps=4, num_stages=3, pdl=False
 )
 PREFILL_EXPANDS = [
     replace(PREFILL_EXPAND, block_out=block_out, run=run, num_warps=num_warps, num_stages=num_stages)
@@ -158,13 +158,12 @@ PREFILL_EXPANDS = [
         (64, 8, 4, 3),
         (64, 8, 4, 4),
         (64, 8, 4, 2),
-        (64, 16, 4, 3),
         (128, 4, 4, 2),
         (128, 8, 8, 3),
     )
 ]
 PREFILL_SHARED_EXPAND = launch.SharedExpand(
-    block_rank=256, block_out=64, run=16, tile_programs=64, num_warps=8, num_stages=3, tiles=2
+    block_rank=256, block_out=64, run=16, tile_programs=128, num_warps=8, num_stages=3, tiles=2
 )
 PREFILL_SHARED_EXPANDS = [  # where two tiles do not fit into the shared memory, launch.shared_expand has another
     replace(
@@ -206,7 +205,6 @@ SHARED_SHARES = (1024, 2048, 4096, 8192)  # large ones too: every program of sha
 PROGRAMS = (264, 396, 792, 1584)
 SHARED_PROGRAMS = (48, 96, 192, 396)  # the base GEMM beside waits for what they hold
 TILE_PROGRAMS = (1, 2, 4, 32)
-MANY_TILE_PROGRAMS = (8, 32, 64, 128)
 
 
 R16, R64, R256 = Method("LoRA r16", 16), Method("LoRA r64", 64), Method("LoRA r256", 256)
@@ -391,7 +389,7 @@ class TunedSites(Sites):
     def after(self, h: torch.Tensor, layer: int, scratch: Scratch, setting: Setting) -> None:
         """``h``: the output of the base layer, ``(N, out)``, or with further rows."""
         site = layer * self.n_slices
-        expand_kernel.expand(h, scratch.v, scratch.addend, *self.own, site, self.offsets, setting.expand)
+        expand_kernel.expand(h, scratch.v, scratch.addend, *self.filled, site, self.offsets, setting.expand)
         if self.batch.shares and not self.beside:
             self._shared_expand(h[: self.n_rows], layer, scratch, setting, add=True)
 
@@ -412,7 +410,7 @@ class TunedSites(Sites):
             shared_shrink_reference.shared_shrink(self.x, *self.grouped, site, u)
         if self.beside:
             shared_expand_reference.shared_expand(addend, u, *self.grouped, site, self.offsets, add=False)
-        expand_reference.expand(h, v, addend, *self.own, site, self.offsets)
+        expand_reference.expand(h, v, addend, *self.filled, site, self.offsets)
         if self.batch.shares and not self.beside:
             shared_expand_reference.shared_expand(h[: self.n_rows], u, *self.grouped, site, self.offsets, add=True)
         return v[0], u[0], h
@@ -686,8 +684,8 @@ def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) 
             tried = ROW_EXPANDS if row_tiles else TILE_EXPANDS if decode else PREFILL_EXPANDS
     elif stage == "early" and isinstance(expand, launch.Expand) and row_tiles and launch.supports_pdl():
         tried = [expand, replace(expand, pdl=True)]
-    elif stage == "tiles" and not row_tiles:
-        tried = [replace(expand, tile_programs=count) for count in (TILE_PROGRAMS if decode else MANY_TILE_PROGRAMS)]
+    elif stage == "tiles" and not row_tiles and decode:  # in prefill every tile that has rows has programs of its own
+        tried = [replace(expand, tile_programs=count) for count in TILE_PROGRAMS]
     elif stage == "shrink":
         of_tiles = TILE_SHRINKS if decode else PREFILL_SHRINKS
         tried = ROW_SHRINKS if row_tiles else SHARED_SHRINKS if shared_decode else of_tiles

@@ -78,10 +78,12 @@ OWN_BLOCK, SHARED_BLOCK = widest_block("shrink", "expand"), widest_block("shared
 
 @dataclass(frozen=True)
 class Plans:
-    """The two plans of a forward, see ``scute_kernels.plan``."""
+    """The two plans of a forward, see ``scute_kernels.plan``. ``filled``: the own plan as ``expand`` has it, in an
+    eager prefill without dead tiles."""
 
     own: BatchPlan
     grouped: BatchPlan
+    filled: BatchPlan
     _of: dict[int, Plans] = field(default_factory=dict)
 
     def of(self, rows: int, slots: int) -> Plans:
@@ -96,8 +98,9 @@ class Plans:
             needed = first_tiles(plan, most_tiles(rows, plan.tiles.shape[2], slots))
             return dataclasses.replace(needed, tile_rows=tile_rows)
 
+        tile_rows = own_tile_rows(rows, self.own.tiles.shape[2])
         return Plans(
-            part(self.own, own_tile_rows(rows, self.own.tiles.shape[2])), part(self.grouped, self.grouped.tile_rows)
+            part(self.own, tile_rows), part(self.grouped, self.grouped.tile_rows), part(self.filled, tile_rows)
         )
 
 
@@ -349,8 +352,8 @@ class ScuteLoRABackend(BaseLoRABackend):
         return self._fill(slots, counts, self._plan_memory(rows, tile_width(rows, decode)), exact=not decode)
 
     def _fill(self, slots: Sequence[int], counts: Sequence[int], memory: PlanMemory, exact: bool = False) -> Plans:
-        """Plans of a batch in ``memory``. ``exact``: the grouped plan has only the tiles of the batch, so that
-        ``shared_expand`` of a prefill has runs as long as these need; a graph must have room for all there can be."""
+        """Plans of a batch in ``memory``. ``exact``: the expands have only the tiles of the batch, so that in a prefill
+        their runs are as long as these need; a graph must have room for all there can be."""
         live = {slot: self.pool.resident(slot) for slot in slots if slot >= 0}
         grouped = [slot if slot >= 0 and (live[slot].shared or live[slot].rotated) else -1 for slot in slots]
         shared = {slot for slot, adapter in live.items() if adapter.shared}
@@ -362,13 +365,15 @@ class ScuteLoRABackend(BaseLoRABackend):
         build_plan(slots, counts, apart, rows, width, tile_rows, with_further=with_further, out=host[0])
         build_plan(grouped, counts, self.pool.groups(live), rows, width, width, shared, with_further, out=host[1])
         memory.packed.copy_(host, non_blocking=True)
-        plans = Plans(
-            view_plan(memory.packed[0], rows, width, memory.routes),
-            view_plan(memory.packed[1], rows, width, memory.shared_routes),
-        )
+        own = view_plan(memory.packed[0], rows, width, memory.routes)
+        plans = Plans(own, view_plan(memory.packed[1], rows, width, memory.shared_routes), filled=own)
         if exact:
-            plans = dataclasses.replace(
-                plans, grouped=first_tiles(plans.grouped, max(1, count_tiles(host[1], rows, width)))
+            counts_of_tiles = [max(1, count_tiles(packed, rows, width)) for packed in host]
+            plans = Plans(
+                own,
+                first_tiles(plans.grouped, counts_of_tiles[1]),
+                # The kernel for tiles of one row depends on their number, for which ``rehearse`` has that of the rows.
+                filled=own if tile_rows == 1 else first_tiles(own, counts_of_tiles[0]),
             )
         route(plans.own.tiles, plans.own.routes, self.pool.table)
         tables = (self.pool.table, self.pool.bases, self.pool.origins)
@@ -455,6 +460,7 @@ class ScuteLoRABackend(BaseLoRABackend):
         plans = (batch if pruned is None else pruned).plans.of(rows, self.max_loras_per_batch)
         arena, table = self.pool.arena.tensor, self.pool.table
         own_plan = (plans.own.tiles, plans.own.routes, plans.own.tile_rows, arena)
+        filled_plan = (plans.filled.tiles, plans.filled.routes, plans.filled.tile_rows, arena)
         grouped_plan = (plans.grouped.tiles, plans.grouped.routes, plans.grouped.leading, arena, table)
         site, slice_offsets = layer.first_site, list(layer.slice_offsets)
         none = x.new_empty(0, dtype=torch.float32)
@@ -466,7 +472,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             output = base(x)
             v = x.new_empty((1, rows, 1, own_rank), dtype=torch.float32)
             lookup(x, plans.own.row_slot, arena, table, site, layer.vocab_size, v)
-            expand(output, v, none, *own_plan, site, slice_offsets)
+            expand(output, v, none, *filled_plan, site, slice_offsets)
             return output
 
         real = x[:, : layer.in_features]
@@ -518,7 +524,7 @@ class ScuteLoRABackend(BaseLoRABackend):
             torch.cuda.current_stream().wait_stream(side)
         adapted = h[:, : slice_offsets[-1]]  # a head may have padding columns behind
         if capturing or index in batch.own or addend.numel() or len(h) > rows:
-            expand(adapted, v, addend, *own_plan, site, slice_offsets)
+            expand(adapted, v, addend, *filled_plan, site, slice_offsets)
         if shared and not apart:
             shared_expand(adapted[:rows], u, *grouped_plan, site, slice_offsets, add=True)
         return h[:rows]

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scute_kernels.plan import FEW_ROWS, build_plan, most_tiles, own_tile_rows, packed_size, view_plan
+from scute_kernels.plan import (
+    FEW_ROWS,
+    build_plan,
+    count_tiles,
+    first_tiles,
+    most_tiles,
+    own_tile_rows,
+    packed_size,
+    view_plan,
+)
 
 pytest.importorskip("sglang")
 from scute_patches import sgl_kernel  # the backend derives from a class of SGLang, whose import needs it on a CPU
@@ -39,7 +48,8 @@ def test_a_graph_sees_every_live_tile(
     build_plan(owners, counts, [-1] * slots, capacity, width, own_tile_rows(live, width), out=packed[0])
     build_plan(owners, counts, [0] * slots, capacity, width, width, leaders=range(slots), out=packed[1])
     routes = torch.arange(tiles)
-    whole = Plans(*(view_plan(plan, capacity, width, routes) for plan in packed))
+    own, grouped = (view_plan(plan, capacity, width, routes) for plan in packed)
+    whole = Plans(own, grouped, filled=first_tiles(own, max(1, count_tiles(packed[0], capacity, width))))
 
     seen = whole.of(rows, slots)
     adapted = sorted(
@@ -47,12 +57,14 @@ def test_a_graph_sees_every_live_tile(
         for row, owner in enumerate(owner for owner, count in zip(owners, counts, strict=True) for _ in range(count))
         if owner >= 0
     )
-    for plan in (seen.own, seen.grouped):
+    for plan in (seen.own, seen.grouped, seen.filled):
         assert plan.tiles.shape[1] == plan.routes.shape[0] <= rows
         # What a kernel reads: of each tile as many places as it has rows.
         read = plan.tiles[0, :, : plan.tile_rows].flatten().tolist()
         assert sorted(row for row in read if row >= 0) == adapted
         assert plan.routes.tolist() == list(range(plan.routes.shape[0]))
     assert seen.own.tile_rows == (1 if rows <= FEW_ROWS else width)
+    assert seen.filled.tile_rows == seen.own.tile_rows
+    assert seen.filled.tiles.shape[1] == max(1, int((seen.own.tiles[0, :, 0] >= 0).sum()))
     assert seen.grouped.tile_rows == width
     assert bool(adapted) <= int(seen.grouped.leading) <= seen.grouped.tiles.shape[1]

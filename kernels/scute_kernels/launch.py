@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from scute_kernels.plan import DECODE_WIDTH
+from scute_kernels.plan import DECODE_WIDTH, FEW_ROWS
 
 TABLE = Path(__file__).with_name("launch_table.json")
 
@@ -71,7 +71,8 @@ class Lookup:
 class Expand:
     """Of ``expand``. Where a tile is one row: ``pdl``, programmatic dependent launch, see ``supports_pdl``, and what
     ``expand_rows`` makes of the others. Where it is more: ``run``, blocks of columns that a program does, one after
-    another, about, see ``expand_run``, and ``tile_programs``, how many programs share the tiles of these, at most."""
+    another, in prefill about, see ``expand_run``, and ``tile_programs``, how many programs share the tiles of these, at
+    most."""
 
     block_rank: int
     block_out: int
@@ -230,33 +231,44 @@ def expand_rows(parameters: Expand, n_tiles: int, slice_offsets: Sequence[int]) 
     return half, max(half.block_rank, _ELEMENTS * 32 * half.num_warps // half.block_out)
 
 
-def expand_run(parameters: Expand, rows: int, tile_rows: int, slice_offsets: Sequence[int]) -> int:
+def expand_run(
+    parameters: Expand, rows: int, n_tiles: int, tile_rows: int, largest_rank: int, slice_offsets: Sequence[int]
+) -> int:
     """Where a tile is more than one row: blocks of columns that a program does.
 
-    In prefill those of the table, half or twice as many, whichever makes the shortest waves of programs: 4096 rows of
-    4096 columns are two waves of 512 programs on an H200, or one of 256 programs of twice as many blocks, which takes
-    four fifths of the time. A program takes as long as its blocks and three more, by times of 1 to 16 blocks. Not
-    counted are dead tiles, which end at once, and that of a tile of 256 ranks two programs are resident.
+    In prefill, of all from 3 to four times those of the table, what makes the shortest waves of programs: 4096 rows of
+    4096 columns are two waves of 512 programs of 8 blocks on an H200, or one of 384 programs of 11 blocks, which takes
+    three quarters of the time. A program takes as long as its blocks and three more. ``n_tiles``: of the plan, which in
+    an eager prefill all have rows, and in a graph are as many as there can be; see ``_filled_tiles``. ``largest_rank``:
+    of ``rank_blocks``.
     """
-    run, resident = parameters.run, (3 if parameters.num_warps <= 4 else 2) * _multiprocessors()  # see few_registers
-    if tile_rows <= DECODE_WIDTH or not resident:
-        return run
-    tiles = min(-(-rows // tile_rows), parameters.tile_programs)
-    runs = run, max(1, run // 2), 2 * run
-    return _shortest_run(runs, parameters.block_out, tiles, resident, tuple(slice_offsets))
+    if tile_rows <= DECODE_WIDTH or not _multiprocessors():
+        return parameters.run
+    resident = 3 if parameters.num_warps <= 4 and largest_rank < 256 else 2  # see few_registers and rank_blocks
+    tiles = min(_filled_tiles(rows, n_tiles, tile_rows), parameters.tile_programs)
+    runs = min(3, parameters.run), 4 * parameters.run
+    return _shortest_run(runs, parameters.block_out, tiles, resident * _multiprocessors(), tuple(slice_offsets))
 
 
-@functools.lru_cache(1024)  # every launch of a prefill asks
+def _filled_tiles(rows: int, n_tiles: int, tile_rows: int) -> int:
+    """How many tiles of a prefill have rows, about. A graph has room for at least ``FEW_ROWS``, most of them dead, so
+    of more than these count as many as are full and some."""
+    full = -(-rows // tile_rows)
+    return n_tiles if n_tiles < FEW_ROWS else min(n_tiles, full + full // 8 + 2)
+
+
+@functools.lru_cache(4096)  # every launch of a prefill asks
 def _shortest_run(
-    runs: tuple[int, ...], block_out: int, tile_programs: int, resident: int, slice_offsets: tuple[int, ...]
+    runs: tuple[int, int], block_out: int, tile_programs: int, resident: int, slice_offsets: tuple[int, ...]
 ) -> int:
-    """Which of some runs of blocks of columns makes the shortest waves of programs, see ``expand_run``."""
+    """Which run of blocks of columns makes the shortest waves of programs, see ``expand_run``. ``runs``: the shortest
+    and the longest."""
 
     def cost(run: int) -> int:
         programs = column_blocks(slice_offsets, run * block_out) * tile_programs
         return -(-programs // resident) * (run + 3)
 
-    return min(runs, key=cost)
+    return min(range(runs[0], runs[1] + 1), key=cost)
 
 
 def rank_blocks(
@@ -309,13 +321,13 @@ def two_tiles_bytes(parameters: SharedExpand, tile_rows: int, dtype: torch.dtype
 def shared_expand_run(
     parameters: SharedExpand, rows: int, n_tiles: int, tile_rows: int, slice_offsets: Sequence[int]
 ) -> int:
-    """Of two tiles at once: as ``expand_run``, from twice as many blocks as the table has down to an eighth; one
-    program is resident. ``n_tiles``: of the plan; in a graph, room for more tiles than the rows fill."""
+    """Of two tiles at once: as ``expand_run``, from 1 block to eight times those of the table; one program is
+    resident."""
     if not _multiprocessors():
         return parameters.run
-    tiles = min(n_tiles, -(-rows // tile_rows))
-    tile_programs = min(-(-tiles // 2), parameters.tile_programs)
-    runs = tuple(max(1, 2 * parameters.run >> halved) for halved in range(5))
+    pairs = -(-_filled_tiles(rows, n_tiles, tile_rows) // 2)
+    runs = 1, 8 * parameters.run
+    tile_programs = min(pairs, parameters.tile_programs)
     return _shortest_run(runs, parameters.block_out, tile_programs, _multiprocessors(), tuple(slice_offsets))
 
 

@@ -403,9 +403,9 @@ def expand(
             **launch.options(parameters.pdl),
         )
         return
-    run = launch.expand_run(parameters, rows, tile_rows, slice_offsets)
-    column_blocks = launch.column_blocks(slice_offsets, run * parameters.block_out)
     rank_blocks, stages = launch.rank_blocks(parameters, tile_rows, arena.dtype, max_rank)
+    run = launch.expand_run(parameters, rows, n_tiles, tile_rows, rank_blocks[-1], slice_offsets)
+    column_blocks = launch.column_blocks(slice_offsets, run * parameters.block_out)
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
         v,
