@@ -25,13 +25,15 @@ The bars, numbered as the project numbers them:
 
 - 12: ``expand`` of DoRA over that of LoRA, rank 16, in a prefill of 1024 and 4096 rows of one to four adapters, for
   each module: ``s`` is multiplied while ``h`` is in registers anyway. (The Scute paper: 0.985 to 1.022.)
-- 13: the byte model, ``latency + copy(bytes)``, against the measured time, of all rows whose bytes take longer than a
-  launch at the bandwidth of a large copy. Nothing in it is fitted to these rows: ``copy`` is what a copy that moves as
-  many bytes takes beyond a launch, from copies of half a megabyte to a gigabyte, since few bytes do not come at the
-  pace of many; ``latency`` the time of the operator where it has next to nothing to do, less that of its bytes: for
-  one adapter of rank 1 (a rotation keeps its blocks) at the smallest module, in decode for as many rows, else for the
-  fewest that have the tiles of prefill. A launch is an empty kernel. All are measured here; the report also says what
-  bytes alone at the bandwidth of a large copy would give.
+- 13: the byte model, ``latency + copy(bytes) + pass(bytes of h)``, against the measured time, of all rows whose bytes
+  take longer than a launch at the bandwidth of a large copy. Nothing in it is fitted to these rows: ``copy`` is what a
+  copy that moves as many bytes takes beyond a launch, from copies of half a megabyte to a gigabyte, since few bytes do
+  not come at the pace of many; ``pass`` the same of a kernel that reads and writes one buffer in place again and again,
+  as the expands do with ``h``, of which an L2 cache holds what it has room for; ``latency`` the time of the operator
+  where it has next to nothing to do, less that of its bytes: for one adapter of rank 1 (a rotation keeps its blocks) at
+  the smallest module, in decode for as many rows, else for the fewest that have the tiles of prefill. A launch is an
+  empty kernel. All are measured here; the report also says what bytes alone at the bandwidth of a large copy would
+  give.
 
 Kernels are compiled in ``--workers`` processes before anything is timed: Triton keeps them on disk.
 
@@ -229,7 +231,7 @@ class Case:
         """Bytes that a call must move: see the top of this file."""
         rows, size = self.batch.rows, self.dtype.itemsize
         parts = self.parts(operator) * size
-        x, h = rows * self.module.in_features * size, rows * sum(self.module.widths) * size
+        x = rows * self.module.in_features * size
         addend = rows * sum(self.module.widths) * 4 if self.beside else 0
         match operator:
             case "rotate":
@@ -237,12 +239,20 @@ class Case:
             case "shrink" | "shared_shrink":
                 return parts + x + self._scratch(operator)
             case "expand":
-                columns = [w for i, w in enumerate(self.module.widths) if self.scaled(i) or (self.wide and i > 0)]
-                touched = h if self.method.rank or addend else rows * sum(columns) * size
-                return parts + self._scratch("shrink") + addend + 2 * touched
+                return parts + self._scratch("shrink") + addend + self.in_place(operator)
             case "shared_expand":
-                return parts + self._scratch("shared_shrink") + (addend or 2 * h)
+                return parts + self._scratch("shared_shrink") + addend + self.in_place(operator)
         raise ValueError(operator)
+
+    def in_place(self, operator: str) -> int:
+        """Those of them that are ``h``, read and written."""
+        columns = 0
+        if operator == "shared_expand" and not self.beside:
+            columns = sum(self.module.widths)
+        elif operator == "expand":
+            scaled = (w for i, w in enumerate(self.module.widths) if self.scaled(i) or (self.wide and i > 0))
+            columns = sum(self.module.widths if self.method.rank or self.beside else scaled)
+        return 2 * self.batch.rows * columns * self.dtype.itemsize
 
     def _scratch(self, shrink: str) -> int:
         """Bytes that ``shrink`` writes and its expand reads."""
@@ -386,8 +396,8 @@ def seconds(call: Callable[[int], object], layers: int) -> float:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """What kernels that copy took. ``moved``: bytes read and written, ascending. ``taken``: seconds of each."""
+class Moves:
+    """What kernels took that only move. ``moved``: bytes read and written, ascending. ``taken``: seconds of each."""
 
     moved: Sequence[int]
     taken: Sequence[float]
@@ -398,19 +408,21 @@ class Copies:
         return self.moved[-1] / self.taken[-1]
 
     def seconds(self, moved: int, launch: float) -> float:
-        """Of a copy that moves so many bytes, beyond those of a launch."""
+        """To move so many bytes, beyond those of a launch."""
         if moved > self.moved[-1]:
             return moved / self.bandwidth
         beyond = [max(0.0, taken - launch) for taken in self.taken]
         return float(np.interp(moved, [0, *self.moved], [0.0, *beyond]))
 
 
-def measured_copies() -> Copies:
+MOVED = [1 << power for power in (range(12, 20) if INTERPRETED else range(19, 31))]
+
+
+def measured_copies() -> Moves:
     """From memory to memory: each call has some of its own, and together they have more than any L2 cache. Not copies
     themselves: the engine that may do these is slower than the multiprocessors."""
-    sizes = [1 << power for power in (range(12, 20) if INTERPRETED else range(19, 31))]
     taken = []
-    for moved in sizes:
+    for moved in MOVED:
         calls = max(4, (1 << 22 if INTERPRETED else COLD_BYTES) // moved)
         source = torch.zeros(calls, moved // 8, dtype=torch.int32, device=DEVICE)
         target = torch.empty_like(source)
@@ -419,7 +431,20 @@ def measured_copies() -> Copies:
             torch.neg(source[call], out=target[call])
 
         taken.append(seconds(copy, calls))
-    return Copies(sizes, taken)
+    return Moves(MOVED, taken)
+
+
+def measured_passes() -> Moves:
+    """In place, all calls over the same."""
+    taken = []
+    for moved in MOVED:
+        held = torch.zeros(moved // 8, dtype=torch.int32, device=DEVICE)
+
+        def negate(_: int, held: torch.Tensor = held) -> None:
+            torch.neg(held, out=held)
+
+        taken.append(seconds(negate, 16))
+    return Moves(MOVED, taken)
 
 
 def launch_seconds() -> float:
@@ -437,7 +462,7 @@ SETTING = ("gpu", "model", "dtype")
 OPERATOR = ("operator", "phase", "rows", "adapters", "method", "module")
 COLUMNS = (
     *("date", "commit", *SETTING, "torch", "triton", *OPERATOR),
-    *("microseconds", "bytes", "microseconds_by_bytes", "microseconds_by_copy", "microseconds_latency"),
+    *("microseconds", "bytes", "microseconds_by_bytes", "microseconds_by_moving", "microseconds_latency"),
 )
 
 
@@ -463,7 +488,7 @@ def error_of(row: Row, *terms: str) -> float:
 
 def model_error(row: Row) -> float:
     """Of the byte model."""
-    return error_of(row, "microseconds_latency", "microseconds_by_copy")
+    return error_of(row, "microseconds_latency", "microseconds_by_moving")
 
 
 def heavy(rows: Sequence[Row], launch_us: float) -> list[Row]:
@@ -560,7 +585,7 @@ class Bench:
         self.model = MODELS["tiny" if arguments.smoke else arguments.model]
         self.dtype = getattr(torch, arguments.dtype)
         self.gpu = device_name()
-        self.launch, self.copies = launch_seconds(), measured_copies()
+        self.launch, self.copies, self.passes = launch_seconds(), measured_copies(), measured_passes()
         print(
             f"{self.gpu}, torch {torch.__version__}, triton {triton.__version__}, "
             f"copy {self.copies.bandwidth / 1e12:.2f} TB/s, launch {self.launch * 1e6:.2f} us"
@@ -603,10 +628,15 @@ class Bench:
             sites = MeasuredSites(least, layers=1 if INTERPRETED else None)
             sites.check(operator)
             sites.calm()
-            of_bytes = self.copies.seconds(least.moved(operator), self.launch)
-            self._latencies[key] = max(0.0, sites.seconds(operator) - of_bytes)
+            self._latencies[key] = max(0.0, sites.seconds(operator) - self.moving(least, operator))
             print(f"{'decode' if decode else 'prefill'} {operator}: {self._latencies[key] * 1e6:.2f} us latency")
         return self._latencies[key]
+
+    def moving(self, case: Case, operator: str) -> float:
+        """Seconds that the bytes of a call take, beyond a launch."""
+        in_place = case.in_place(operator)
+        copied = self.copies.seconds(case.moved(operator) - in_place, self.launch)
+        return copied + self.passes.seconds(in_place, self.launch)
 
     def _record(self, case: Case, operator: str, taken: float) -> None:
         moved = case.moved(operator)
@@ -628,7 +658,7 @@ class Bench:
             "microseconds": round(taken * 1e6, 3),
             "bytes": moved,
             "microseconds_by_bytes": round(least * 1e6, 3),
-            "microseconds_by_copy": round(self.copies.seconds(moved, self.launch) * 1e6, 3),
+            "microseconds_by_moving": round(self.moving(case, operator) * 1e6, 3),
             "microseconds_latency": round(self.latency(case, operator) * 1e6, 3),
         }
         self.rows.append(row)

@@ -215,7 +215,7 @@ def predicted(points: Iterable[Point], predictor: Predictor, unit: float) -> Lin
 def predicted_operators(rows: Iterable[Row]) -> Lines:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        predicted = float(row["microseconds_by_copy"]) + float(row["microseconds_latency"])
+        predicted = float(row["microseconds_by_moving"]) + float(row["microseconds_latency"])
         place = predicted, float(row["microseconds"])
         found[f"{row['phase']}, {row['operator']}"].append(place)
     return found

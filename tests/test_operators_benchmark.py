@@ -25,7 +25,7 @@ def row(
         **place,
         "microseconds": microseconds,
         "microseconds_by_bytes": by_bytes,
-        "microseconds_by_copy": 1.1 * by_bytes,
+        "microseconds_by_moving": 1.1 * by_bytes,
         "microseconds_latency": latency,
     }
 
@@ -68,6 +68,18 @@ def test_bytes_of_a_shared_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.moved("shared_expand") == 2 * (7 * 112 + 2 * 192) + u + addend
     assert decode.moved("expand") == addend + 2 * 2 * 5 * 192
     assert prefill.moved("shared_expand") == 2 * (7 * 112 + 2 * 192 + 2 * 5 * 192) + u
+
+
+def test_bytes_of_outputs_are_moved_in_place() -> None:
+    """Of ``h`` only what a call touches; what is written elsewhere is a copy."""
+    low_rank, vera = Method("LoRA r7", rank=7), Method("VeRA r7", basis_rank=7)
+    decode, prefill = (Case(Batch(phase, 5, 2), vera, QKV, torch.float16) for phase in (DECODE, PREFILL))
+    touched = 2 * 2 * 5 * 192
+    assert Case(Batch(PREFILL, 5, 2), low_rank, QKV, torch.float16).in_place("expand") == touched
+    assert decode.in_place("expand") == prefill.in_place("shared_expand") == touched
+    assert decode.in_place("shared_expand") == prefill.in_place("shared_shrink") == 0
+    scales = Case(Batch(PREFILL, 5, 2), IA3, QKV, torch.float16)
+    assert scales.in_place("expand") == 2 * 2 * 5 * 80
 
 
 def test_bytes_of_scales_and_rotations() -> None:
@@ -141,7 +153,7 @@ def test_regressions_are_named() -> None:
 
 
 def test_copies_between_the_measured_ones() -> None:
-    copies = operators.Copies(moved=[1000, 4000], taken=[2e-6, 5e-6])
+    copies = operators.Moves(moved=[1000, 4000], taken=[2e-6, 5e-6])
     assert copies.bandwidth == pytest.approx(8e8)
     assert copies.seconds(1000, launch=0.5e-6) == pytest.approx(1.5e-6)
     assert copies.seconds(2000, launch=0.5e-6) == pytest.approx(2.5e-6)

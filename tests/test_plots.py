@@ -83,7 +83,7 @@ def test_prediction_of_the_whole_model_has_its_ends() -> None:
 def test_plots_are_drawn_from_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "server.csv", SERVER)
     operator = {"phase": "decode", "operator": "shrink", "microseconds": 4.5}
-    operator |= {"microseconds_by_copy": 2.25, "microseconds_latency": 0.5}
+    operator |= {"microseconds_by_moving": 2.25, "microseconds_latency": 0.5}
     write(tmp_path / "operators.csv", [operator, {**operator, "operator": "expand", "microseconds": 3.5}])
     plots.draw_all(tmp_path, TINY, GPUS["h200"])
     lines = capsys.readouterr().out.splitlines()
