@@ -16,7 +16,7 @@ import csv
 import datetime
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -83,26 +83,34 @@ def make(kind: str, uid: str, model: ModelShape, basis: PackedBasis, pinned: boo
     )
 
 
-def measure(action: Callable[[int], None], repeats: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds of ``action(n)`` until the device is done, and on the device alone."""
-    waited, busy = [], []
+def measure(actions: Sequence[Callable[[int], None]], repeats: int, device: torch.device) -> list[tuple[float, float]]:
+    """Of each action, median seconds of ``action(n)`` until the device is done, and on the device alone. They take
+    turns, since the host is faster at some times than at others."""
+    times: list[list[tuple[float, float]]] = [[] for _ in actions]
     for n in range(repeats + 2):
-        if device.type == "cpu":
-            began = time.perf_counter()
-            action(n)
-            waited.append(time.perf_counter() - began)
-            busy.append(waited[-1])
-            continue
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
+        for action, measured in zip(actions, times, strict=True):
+            measured.append(_times(action, n, device))
+    medians = []
+    for measured in times:
+        waited, busy = zip(*measured[2:], strict=True)  # the first ones allocate
+        medians.append((statistics.median(waited), statistics.median(busy)))
+    return medians
+
+
+def _times(action: Callable[[int], None], n: int, device: torch.device) -> tuple[float, float]:
+    if device.type == "cpu":
         began = time.perf_counter()
-        first.record()
         action(n)
-        last.record()
-        last.synchronize()
-        waited.append(time.perf_counter() - began)
-        busy.append(first.elapsed_time(last) / 1e3)
-    return statistics.median(waited[2:]), statistics.median(busy[2:])  # the first ones allocate
+        taken = time.perf_counter() - began
+        return taken, taken
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    first.record()
+    action(n)
+    last.record()
+    last.synchronize()
+    return time.perf_counter() - began, first.elapsed_time(last) / 1e3
 
 
 def main() -> None:
@@ -146,7 +154,7 @@ def main() -> None:
             target.copy_(size, non_blocking=True)
 
         pool.bring_in(["one"], adapters)
-        swapped, copied = measure(swap, arguments.repeats, device), measure(copy, arguments.repeats, device)
+        swapped, copied = measure([swap, copy], arguments.repeats, device)
         ratios = [one / other for one, other in zip(swapped, copied, strict=True)]
         megabytes = size.numel() * size.itemsize / 1e6
         times = (f"{swapped[0] * 1e3:.3f}", f"{copied[0] * 1e3:.3f}", f"{ratios[0]:.2f}")
