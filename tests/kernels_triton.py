@@ -177,6 +177,34 @@ def test_runs_of_expand(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check_shrink_and_expand(*KERNELS, case.to(DEVICE))
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32])
+@pytest.mark.parametrize("run", [1, 2, 3, 6])
+@pytest.mark.parametrize(("max_rank", "beside"), [(9, False), (16, True), (40, False), (140, True)])
+def test_parts_of_a_tile(
+    dtype: torch.dtype, run: int, max_rank: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of wide slices: pairs of at most 16 ranks have blocks of twice as many columns for half of a tile's rows. Of
+    an odd run the last block ends before them, and where it ends another program begins."""
+    monkeypatch.setattr(launch, "WIDE_SLICE", 0)
+    monkeypatch.setattr(launch, "expand_run", lambda *_: run)
+    case = make_case(
+        seed=run,
+        dtype=dtype,
+        in_features=24,
+        widths=(200, 72, 391),
+        methods=("lora", "dora", "oft", "everything", "ia3"),
+        requests=[(0, 3), (1, 50), (-1, 2), (2, 1), (3, 33), (4, 70)],
+        spare_rows=60,
+        max_rank=max_rank,
+        split=1 + run % 2,
+        places=PREFILL_WIDTH,
+        wide=True,
+        beside=beside,
+    )
+    assert launch.expand_parts(PREFILL_WIDTH, dtype, case.slice_offsets) == 2
+    check_shrink_and_expand(*KERNELS, case.to(DEVICE))
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_long_pairs_of_rows(seed: int) -> None:
     """Few programs: the ranks behind the first block come in larger ones."""

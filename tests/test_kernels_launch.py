@@ -91,11 +91,11 @@ QKV, NARROW, GATE_UP = (0, 4096, 5120, 6144), (0, 4096), (0, 14336, 28672)
 @pytest.mark.parametrize(
     ("rows", "tiles", "rank", "offsets", "fastest"),
     [
-        (300, 6, 16, GATE_UP, {7}),
-        (512, 8, 16, GATE_UP, {10, 11}),
+        (300, 6, 16, GATE_UP, {8}),
+        (512, 8, 16, GATE_UP, {10}),
         (700, 15, 16, GATE_UP, {18}),
         (1024, 16, 16, NARROW, {3}),
-        (1024, 16, 64, GATE_UP, {19}),
+        (1024, 16, 64, GATE_UP, {20}),
         (2048, 32, 16, NARROW, {6}),
         (2100, 36, 16, QKV, {10}),
         (3300, 54, 16, NARROW, {10}),
@@ -113,7 +113,8 @@ def test_waves_of_a_prefill(
     parameters = launch.expand(rows, PREFILL_WIDTH, torch.float16, rank)
 
     def run(tiles: int = tiles, tile_rows: int = PREFILL_WIDTH) -> int:
-        return launch.expand_run(parameters, rows, tiles, tile_rows, max(rank, 128), offsets)
+        parts = launch.expand_parts(PREFILL_WIDTH, torch.float16, offsets)
+        return launch.expand_run(parameters, rows, tiles, tile_rows, max(rank, 128), parts, offsets)
 
     assert run() in fastest
     full = -(-rows // PREFILL_WIDTH)
@@ -121,6 +122,21 @@ def test_waves_of_a_prefill(
     assert run(tile_rows=DECODE_WIDTH) == parameters.run
     monkeypatch.setattr(launch, "_multiprocessors", lambda: 0)
     assert run() == parameters.run
+
+
+def test_parts_of_a_tile() -> None:
+    """Only wide slices in prefill, of which the narrowest counts; blocks of columns come in as many then."""
+    offsets = (NARROW, QKV, GATE_UP, (0, 14336, 18432), (0, 28672))
+    for tile_rows, dtype, parts in (
+        (PREFILL_WIDTH, torch.float16, [1, 1, 2, 1, 2]),
+        (PREFILL_WIDTH, torch.float32, [1] * 5),
+        (DECODE_WIDTH, torch.float16, [1] * 5),
+    ):
+        assert [launch.expand_parts(tile_rows, dtype, of_module) for of_module in offsets] == parts
+    parameters = launch.expand(8192, PREFILL_WIDTH, torch.float16, 128)
+    for run in (3, 8):
+        of_table = dataclasses.replace(parameters, run=run)
+        assert launch.expand_run(of_table, 8192, 128, PREFILL_WIDTH, 128, 2, GATE_UP) % 2 == 0
 
 
 @pytest.mark.parametrize("rank", [16, 200, 1024])

@@ -163,26 +163,12 @@ def _expand_rows(
 
 
 @triton.jit
-def _base(
-    h_rows,
-    addend_rows,
-    arena_ptr,
-    scale,
-    bias,
-    shared,
-    live,
-    n,
-    n_live,
-    SHARED: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """What a tile has besides its own pair, ``(ROWS, BLOCK_OUT)`` fp32. ``h_rows``, ``addend_rows``: pointers to the
-    first column of the slice, ``(ROWS, 1)``."""
+def _base(h_rows, addend_rows, scale_vector, bias_vector, shared, live, n, n_live, SHARED: tl.constexpr):
+    """What rows of a tile have besides their own pair, ``(rows, BLOCK_OUT)`` fp32. ``h_rows``, ``addend_rows``:
+    pointers to the first column of the slice, ``(rows, 1)``."""
     mask = live[:, None] & n_live[None, :]
     h = tl.load(h_rows + n[None, :], mask=mask, other=0.0).to(tl.float32)
-    h += (
-        h * _vector(arena_ptr, scale, n, n_live, VECTOR)[None, :] + _vector(arena_ptr, bias, n, n_live, VECTOR)[None, :]
-    )
+    h += h * scale_vector[None, :] + bias_vector[None, :]
     if SHARED:
         h += tl.load(addend_rows + n[None, :], mask=mask & shared, other=0.0)
     return h
@@ -190,17 +176,13 @@ def _base(
 
 @triton.jit
 def _columns(
-    out_rows,
-    h_rows,
-    addend_rows,
-    v_rows,
+    parts,
     b_ptr,
     arena_ptr,
     rank,
     scale,
     bias,
     shared,
-    live,
     max_rank,
     plane_stride,
     width,
@@ -209,21 +191,66 @@ def _columns(
     SHARED: tl.constexpr,
     VECTOR: tl.constexpr,
     SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Finishes some columns of a tile whose rank is at most ``BLOCK_RANK``, each block while the next are read."""
+    """Finishes some columns of a tile whose rank is at most ``BLOCK_RANK``, each block while the next are read.
+    ``parts``: of ``_rows``, ``PARTS`` of them, which meet a block one after the other."""
     r = tl.arange(0, BLOCK_RANK)
-    v = planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty)
+    v = ()
+    for i in tl.static_range(PARTS):
+        _, _, _, v_rows, live = parts[i]
+        v += (planes(v_rows, r, rank, max_rank, live, plane_stride, SPLIT).to(arena_ptr.dtype.element_ty),)
     for column in tl.range(first_column, last_column, BLOCK_OUT, num_stages=STAGES):
         n = column + tl.arange(0, BLOCK_OUT)
-        n_live = n < width
-        total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
+        n_live = n < last_column
+        scale_vector = _vector(arena_ptr, scale, n, n_live, VECTOR)
+        bias_vector = _vector(arena_ptr, bias, n, n_live, VECTOR)
         b_pointers = b_ptr + r[:, None] * width + n[None, :]
         b = tl.load(b_pointers, mask=(r < rank)[:, None] & n_live[None, :], other=0.0)
-        total += tl.dot(v, b, input_precision="ieee")
-        tl.store(out_rows + n[None, :], total.to(out_rows.dtype.element_ty), mask=live[:, None] & n_live[None, :])
+        for i in tl.static_range(PARTS):
+            out_rows, h_rows, addend_rows, _, live = parts[i]
+            total = _base(h_rows, addend_rows, scale_vector, bias_vector, shared, live, n, n_live, SHARED)
+            total += tl.dot(v[i], b, input_precision="ieee")
+            tl.store(out_rows + n[None, :], total.to(out_rows.dtype.element_ty), mask=live[:, None] & n_live[None, :])
+
+
+@triton.jit
+def _rows(
+    h_ptr,
+    v_ptr,
+    addend_ptr,
+    tiles_ptr,
+    tile,
+    n_tiles,
+    tiles_stride,
+    rows_of_batch,
+    n_further,
+    from_further,
+    slice_number,
+    begin,
+    h_stride,
+    addend_stride,
+    max_rank,
+    row_stride,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Of ``ROWS`` places of a tile, the first at ``tiles_ptr``: pointers to the first column of the slice, where it is
+    written, where it is read and in ``addend``, and to the row of ``v``, each ``(ROWS, 1)``; which places have rows."""
+    rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
+    out_rows = h_ptr + rows[:, None] * h_stride + begin
+    h_rows = out_rows
+    if WIDE:
+        in_further = rows_of_tile(tiles_ptr + 2 * tiles_stride, tile, n_tiles, WIDTH, ROWS)
+        further_rows = rows_of_batch + (slice_number - 1) * n_further + in_further
+        h_rows = h_ptr + tl.where(from_further, further_rows, rows)[:, None] * h_stride + begin
+    addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
+    v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
+    return out_rows, h_rows, addend_rows, v_rows, rows >= 0
 
 
 @triton.jit(do_not_specialize=["first_site", "sites", "n_tiles", "rows_of_batch", "n_further", "run"])
@@ -257,21 +284,23 @@ def _expand_tiles(
     ROWS: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     N_RANK_BLOCKS: tl.constexpr,
     LARGER: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
     """Does ``run`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
-    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``. ``LARGER``: whether there may be larger ranks, which go by
-    blocks of ``BLOCK_RANK``; where there are none, their way would take registers from the others."""
+    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``; ``PARTS``: ``launch.expand_parts``. ``LARGER``: whether
+    there may be larger ranks, which go by blocks of ``BLOCK_RANK``; where there are none, their way would take
+    registers from the others."""
     slice_number, begin, width, first_column = slice_of_block(
         tl.program_id(0), SLICE_OFFSETS, N_SLICES, run * BLOCK_OUT
     )
     begin = known_multiple(begin, WIDTH_STEP)
     width = known_multiple(width, WIDTH_STEP)
     first_column = known_multiple(first_column, BLOCK_OUT)
-    last_column = tl.minimum(first_column + run * BLOCK_OUT, width)
+    last_column = known_multiple(tl.minimum(first_column + run * BLOCK_OUT, width), WIDTH_STEP)
 
     tile = tl.program_id(1)
     rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
@@ -280,30 +309,66 @@ def _expand_tiles(
             routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
         )
         if any_part:
-            live = rows >= 0
-            out_rows = h_ptr + rows[:, None] * h_stride + begin
-            h_rows = out_rows
-            if WIDE:
-                in_further = rows_of_tile(tiles_ptr + 2 * tiles_stride, tile, n_tiles, WIDTH, ROWS)
-                further_rows = rows_of_batch + (slice_number - 1) * n_further + in_further
-                h_rows = h_ptr + tl.where(from_further, further_rows, rows)[:, None] * h_stride + begin
-            addend_rows = addend_ptr + rows[:, None] * addend_stride + begin
-            v_rows = v_ptr + slice_number * max_rank + rows[:, None] * row_stride
+            out_rows, h_rows, addend_rows, v_rows, live = _rows(
+                h_ptr,
+                v_ptr,
+                addend_ptr,
+                tiles_ptr,
+                tile,
+                n_tiles,
+                tiles_stride,
+                rows_of_batch,
+                n_further,
+                from_further,
+                slice_number,
+                begin,
+                h_stride,
+                addend_stride,
+                max_rank,
+                row_stride,
+                WIDE,
+                WIDTH,
+                ROWS,
+            )
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
             for i in tl.static_range(N_RANK_BLOCKS):
                 if (rank <= RANK_BLOCKS[i]) & ((i == 0) | (rank > RANK_BLOCKS[i - 1])):
+                    parts = ((out_rows, h_rows, addend_rows, v_rows, live),)
+                    N_PARTS: tl.constexpr = PARTS if i == 0 else 1
+                    if N_PARTS > 1:
+                        parts = ()
+                        for part in tl.static_range(N_PARTS):
+                            parts += (
+                                _rows(
+                                    h_ptr,
+                                    v_ptr,
+                                    addend_ptr,
+                                    tiles_ptr + part * (ROWS // N_PARTS),
+                                    tile,
+                                    n_tiles,
+                                    tiles_stride,
+                                    rows_of_batch,
+                                    n_further,
+                                    from_further,
+                                    slice_number,
+                                    begin,
+                                    h_stride,
+                                    addend_stride,
+                                    max_rank,
+                                    row_stride,
+                                    WIDE,
+                                    WIDTH,
+                                    ROWS // N_PARTS,
+                                ),
+                            )
                     _columns(
-                        out_rows,
-                        h_rows,
-                        addend_rows,
-                        v_rows,
+                        parts,
                         b_ptr,
                         arena_ptr,
                         rank,
                         scale,
                         bias,
                         shared,
-                        live,
                         max_rank,
                         plane_stride,
                         width,
@@ -312,15 +377,18 @@ def _expand_tiles(
                         SHARED,
                         VECTOR,
                         SPLIT,
+                        N_PARTS,
                         RANK_BLOCKS[i],
-                        BLOCK_OUT,
-                        STAGES[i],
+                        N_PARTS * BLOCK_OUT,
+                        STAGES[i] - (N_PARTS - 1),
                     )
             if LARGER and rank > RANK_BLOCKS[N_RANK_BLOCKS - 1]:
                 for column in range(first_column, last_column, BLOCK_OUT):
                     n = column + tl.arange(0, BLOCK_OUT)
                     n_live = n < width
-                    total = _base(h_rows, addend_rows, arena_ptr, scale, bias, shared, live, n, n_live, SHARED, VECTOR)
+                    scale_vector = _vector(arena_ptr, scale, n, n_live, VECTOR)
+                    bias_vector = _vector(arena_ptr, bias, n, n_live, VECTOR)
+                    total = _base(h_rows, addend_rows, scale_vector, bias_vector, shared, live, n, n_live, SHARED)
                     total += planes_product(
                         v_rows,
                         max_rank,
@@ -404,7 +472,8 @@ def expand(
         )
         return
     rank_blocks, stages = launch.rank_blocks(parameters, tile_rows, arena.dtype, max_rank)
-    run = launch.expand_run(parameters, rows, n_tiles, tile_rows, rank_blocks[-1], slice_offsets)
+    parts = launch.expand_parts(tile_rows, arena.dtype, slice_offsets)
+    run = launch.expand_run(parameters, rows, n_tiles, tile_rows, rank_blocks[-1], parts, slice_offsets)
     column_blocks = launch.column_blocks(slice_offsets, run * parameters.block_out)
     _expand_tiles[(column_blocks, min(n_tiles, parameters.tile_programs))](
         h,
@@ -436,6 +505,7 @@ def expand(
         ROWS=tile_rows,
         RANK_BLOCKS=rank_blocks,
         STAGES=stages,
+        PARTS=parts,
         N_RANK_BLOCKS=len(rank_blocks),
         LARGER=max_rank > rank_blocks[-1],
         BLOCK_RANK=parameters.block_rank,
