@@ -245,7 +245,7 @@ class Case:
         raise ValueError(operator)
 
     def in_place(self, operator: str) -> int:
-        """Those of them that are ``h``, read and written."""
+        """Those of them that are ``h``, read and written; from further rows to the rows of the batch too."""
         columns = 0
         if operator == "shared_expand" and not self.beside:
             columns = sum(self.module.widths)

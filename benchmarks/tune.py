@@ -684,7 +684,7 @@ def settings_of(kind: str, most: int, stage: str, chosen: Setting, smoke: bool) 
             tried = ROW_EXPANDS if row_tiles else TILE_EXPANDS if decode else PREFILL_EXPANDS
     elif stage == "early" and isinstance(expand, launch.Expand) and row_tiles and launch.supports_pdl():
         tried = [expand, replace(expand, pdl=True)]
-    elif stage == "tiles" and not row_tiles and decode:  # in prefill every tile that has rows has programs of its own
+    elif stage == "tiles" and not row_tiles and decode:  # in prefill a tile has programs of its own
         tried = [replace(expand, tile_programs=count) for count in TILE_PROGRAMS]
     elif stage == "shrink":
         of_tiles = TILE_SHRINKS if decode else PREFILL_SHRINKS

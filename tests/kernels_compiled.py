@@ -185,6 +185,8 @@ def test_all_kernels_are_compiled_before_the_graphs(
     dtype: torch.dtype, wanted: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the graphs side by side; and a prefill without a graph has none of its own, for which it would wait."""
+    monkeypatch.setattr(launch, "FEW_PROGRAMS", 40)  # the modules are narrow
+    monkeypatch.setattr(launch, "WIDE_SLICE", 900)
     backend, layers = serving(dtype)
     backend.rehearse(MOST_PREFILL_ROWS, [None])
     backend.rehearse(max(DECODE_ROWS), DECODE_VARIANTS)
@@ -216,6 +218,7 @@ def test_every_kernel_of_a_server_compiles(
 ) -> None:
     """What the interpreter runs may not compile: there a name may have several types."""
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(launch, "WIDE_SLICE", 900)  # the modules are narrow
     backend, _ = serving(torch.bfloat16)
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)  # that of ``wanted``, which ends a launch before
 

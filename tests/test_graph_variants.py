@@ -19,7 +19,7 @@ sgl_kernel.install()
 from sglang.srt.layers.linear import ReplicatedLinear  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 
-from scute_kernels.plan import MOST_DECODE_ROWS, PREFILL_WIDTH  # noqa: E402
+from scute_kernels.plan import FEW_ROWS, MOST_DECODE_ROWS, PREFILL_WIDTH  # noqa: E402
 from scute_sglang import backend as backend_module  # noqa: E402
 from scute_sglang.backend import (  # noqa: E402
     LONG_PREFILL,
@@ -228,23 +228,31 @@ def test_tiles_of_shared_bases_come_first() -> None:
 
 
 def test_an_eager_prefill_has_no_tiles_but_its_own() -> None:
-    """Of the grouped plan: launches count on it. An eager decode has room for as many as a graph."""
+    """Of the grouped plan, and of what ``expand`` has of the own one: launches count on it. An eager decode has room
+    for as many as a graph, and so has the own plan of few rows, whose tiles are of one row."""
     kinds = ("lora", "vera", "oft")
     backend, _ = serving({kind: forms_of(kind) for kind in kinds})
     lora, vera, oft = (backend.pool.get_buffer_id(kind) for kind in kinds)
-    for slots, counts, tiles in (
-        ([vera, -1, oft, vera], [100, 9, 70, 40], 3 + 2),  # the rows of one basis share tiles, those of OFT have two
-        ([lora, vera], [300, 1], 1),
-        ([lora, -1], [300, 7], 1),  # there is always one, if dead
+    for slots, counts, tiles, own_tiles in (
+        # the rows of one basis share tiles, those of OFT have two
+        ([vera, -1, oft, vera], [100, 9, 70, 40], 3 + 2, 3 + 2),
+        ([lora, vera], [300, 1], 1, 5 + 1),
+        ([lora, -1], [300, 7], 1, 5),  # there is always one, if dead
+        ([-1, vera], [70, 1], 1, 1),
+        ([-1, vera], [63, 1], 1, 64),
     ):
-        grouped = backend._eager_plans(slots, counts, decode=False).grouped
+        plans = backend._eager_plans(slots, counts, decode=False)
+        assert plans.filled.tiles.shape == (3, own_tiles, PREFILL_WIDTH)
+        assert plans.filled.routes.shape[0] == own_tiles < plans.own.tiles.shape[1] or plans.filled is plans.own
+        assert (plans.filled is plans.own) == (sum(counts) <= FEW_ROWS)
+        grouped = plans.grouped
         assert grouped.tiles.shape == (3, tiles, PREFILL_WIDTH)
         assert grouped.routes.shape[0] == tiles
         with_work = [slot for slot, count in zip(slots, counts, strict=True) for _ in range(count)]
         rows = [row for row, slot in enumerate(with_work) if slot in (vera, oft)]
         assert sorted(row for row in grouped.tiles[0].flatten().tolist() if row >= 0) == rows
-        of_decode = backend._eager_plans(slots, counts, decode=True).grouped
-        assert of_decode.tiles.shape[1] > tiles
+        of_decode = backend._eager_plans(slots, counts, decode=True)
+        assert of_decode.grouped.tiles.shape[1] > tiles and of_decode.filled is of_decode.own
 
 
 @torch.no_grad()

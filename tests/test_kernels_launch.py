@@ -183,12 +183,14 @@ def test_waves_of_two_tiles(
 
 
 @pytest.mark.parametrize(
-    ("rows", "tiles", "offsets", "run"), [(512, 8, NARROW, 2), (384, 64, NARROW, 2), (1, 1, (0, 128), 1)]
+    ("rows", "tiles", "offsets", "run"),
+    [(512, 8, NARROW, 2), (384, 64, NARROW, 2), (48, 48, NARROW, 1), (32, 32, GATE_UP, 7), (1, 1, (0, 128), 1)],
 )
 def test_few_tiles_have_short_runs(
     rows: int, tiles: int, offsets: tuple[int, ...], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As short as can be, also in a graph, which has room for more tiles; without a GPU those of the table."""
+    """As short as one wave lets them be, also in a graph, which has room for more tiles; without a GPU those of the
+    table."""
     assert run_of_two_tiles(rows, tiles, offsets, monkeypatch) == run
     monkeypatch.setattr(launch, "_multiprocessors", lambda: 0)
     parameters = launch.shared_expand.__wrapped__(rows, PREFILL_WIDTH, torch.float16, 256)

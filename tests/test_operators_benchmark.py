@@ -152,11 +152,11 @@ def test_regressions_are_named() -> None:
     assert operators.regressions(earlier, as_read) == []
 
 
-def test_copies_between_the_measured_ones() -> None:
-    copies = operators.Moves(moved=[1000, 4000], taken=[2e-6, 5e-6])
-    assert copies.bandwidth == pytest.approx(8e8)
-    assert copies.seconds(1000, launch=0.5e-6) == pytest.approx(1.5e-6)
-    assert copies.seconds(2000, launch=0.5e-6) == pytest.approx(2.5e-6)
-    assert copies.seconds(500, launch=0.5e-6) == pytest.approx(0.75e-6)  # nothing is copied in a launch
-    assert copies.seconds(500, launch=3e-6) == 0
-    assert copies.seconds(8000, launch=0.5e-6) == pytest.approx(1e-5)
+def test_moves_between_the_measured_ones() -> None:
+    moves = operators.Moves(moved=[1000, 4000], taken=[2e-6, 5e-6])
+    assert moves.bandwidth == pytest.approx(8e8)
+    assert moves.seconds(1000, launch=0.5e-6) == pytest.approx(1.5e-6)
+    assert moves.seconds(2000, launch=0.5e-6) == pytest.approx(2.5e-6)
+    assert moves.seconds(500, launch=0.5e-6) == pytest.approx(0.75e-6)  # nothing is moved in a launch
+    assert moves.seconds(500, launch=3e-6) == 0
+    assert moves.seconds(8000, launch=0.5e-6) == pytest.approx(1e-5)

@@ -243,11 +243,11 @@ def expand_run(
 ) -> int:
     """Where a tile is more than one row: blocks of columns that a program does, a multiple of ``parts``.
 
-    In prefill, of all from 3 to four times those of the table, what makes the shortest waves of programs: 4096 rows of
-    4096 columns are two waves of 512 programs of 8 blocks on an H200, or one of 384 programs of 11 blocks, which takes
-    three quarters of the time. A program takes as long as its blocks and three more. ``n_tiles``: of the plan, which in
-    an eager prefill all have rows, and in a graph are as many as there can be; see ``_filled_tiles``. ``largest_rank``:
-    of ``rank_blocks``. ``parts``: ``expand_parts``.
+    In prefill, of all from about 3 to four times those of the table, what makes the shortest waves of programs: 4096
+    rows of 4096 columns are two waves of 512 programs of 8 blocks on an H200, or one of 384 programs of 11 blocks,
+    which takes three quarters of the time. A program takes as long as its blocks and three more. ``n_tiles``: of the
+    plan, which in an eager prefill all have rows, and in a graph are as many as there can be; see ``_filled_tiles``.
+    ``largest_rank``: of ``rank_blocks``. ``parts``: ``expand_parts``.
     """
     if tile_rows <= DECODE_WIDTH or not _multiprocessors():
         return -(-parameters.run // parts) * parts
@@ -258,10 +258,11 @@ def expand_run(
 
 
 def _filled_tiles(rows: int, n_tiles: int, tile_rows: int) -> int:
-    """How many tiles of a prefill have rows, about. A graph has room for at least ``FEW_ROWS``, most of them dead, so
-    of more than these count as many as are full and some."""
+    """How many tiles of a prefill have rows, about. A plan with fewer than one for each of few rows is that of an eager
+    prefill, whose tiles all have; in any other most may be dead, so at most as many count as are full, and some. (That
+    is less than there are where an eager prefill of short requests has ``FEW_ROWS`` tiles or more.)"""
     full = -(-rows // tile_rows)
-    return n_tiles if n_tiles < FEW_ROWS else min(n_tiles, full + full // 8 + 2)
+    return n_tiles if n_tiles < min(rows, FEW_ROWS) else min(n_tiles, full + full // 8 + 2)
 
 
 @functools.lru_cache(4096)  # every launch of a prefill asks
@@ -301,7 +302,7 @@ def rank_blocks(
 
 def expand_parts(tile_rows: int, dtype: torch.dtype, slice_offsets: Sequence[int]) -> int:
     """Into how many parts ``expand`` divides the rows of a tile with the smallest block of ranks; its blocks of columns
-    are as many times wider then, with a stage less.
+    are as many times wider then, with one stage less.
 
     In prefill memory is faster for long runs of columns: 8192 rows of r16 at gate and up take a tenth less on an H200.
     For larger ranks, ``b`` would take the shared memory; for 4096 columns it is as fast or slower.

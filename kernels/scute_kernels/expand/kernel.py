@@ -164,8 +164,8 @@ def _expand_rows(
 
 @triton.jit
 def _base(h_rows, addend_rows, scale_vector, bias_vector, shared, live, n, n_live, SHARED: tl.constexpr):
-    """What rows of a tile have besides their own pair, ``(rows, BLOCK_OUT)`` fp32. ``h_rows``, ``addend_rows``:
-    pointers to the first column of the slice, ``(rows, 1)``."""
+    """What rows have besides their own pair, fp32: a row for each of ``live``, a column for each of ``n``. ``h_rows``,
+    ``addend_rows``: pointers to the first column of the slice, a row for each."""
     mask = live[:, None] & n_live[None, :]
     h = tl.load(h_rows + n[None, :], mask=mask, other=0.0).to(tl.float32)
     h += h * scale_vector[None, :] + bias_vector[None, :]
@@ -219,6 +219,7 @@ def _columns(
 
 @triton.jit
 def _rows(
+    rows,
     h_ptr,
     v_ptr,
     addend_ptr,
@@ -239,9 +240,9 @@ def _rows(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of ``ROWS`` places of a tile, the first at ``tiles_ptr``: pointers to the first column of the slice, where it is
-    written, where it is read and in ``addend``, and to the row of ``v``, each ``(ROWS, 1)``; which places have rows."""
-    rows = rows_of_tile(tiles_ptr, tile, n_tiles, WIDTH, ROWS)
+    """Of the ``rows`` of ``ROWS`` places of a tile, the first at ``tiles_ptr``: pointers to the first column of the
+    slice, where it is written, where it is read and in ``addend``, and to the row of ``v``, each ``(ROWS, 1)``; which
+    places have rows."""
     out_rows = h_ptr + rows[:, None] * h_stride + begin
     h_rows = out_rows
     if WIDE:
@@ -291,7 +292,7 @@ def _expand_tiles(
     BLOCK_OUT: tl.constexpr,
 ):
     """Does ``run`` blocks of columns of a slice, one after another: the next ones are on their way meanwhile.
-    ``RANK_BLOCKS``, ``STAGES``: see ``launch.rank_blocks``; ``PARTS``: ``launch.expand_parts``. ``LARGER``: whether
+    ``RANK_BLOCKS``, ``STAGES``, ``PARTS``: see ``launch.rank_blocks`` and ``launch.expand_parts``. ``LARGER``: whether
     there may be larger ranks, which go by blocks of ``BLOCK_RANK``; where there are none, their way would take
     registers from the others."""
     slice_number, begin, width, first_column = slice_of_block(
@@ -310,6 +311,7 @@ def _expand_tiles(
         )
         if any_part:
             out_rows, h_rows, addend_rows, v_rows, live = _rows(
+                rows,
                 h_ptr,
                 v_ptr,
                 addend_ptr,
@@ -334,16 +336,17 @@ def _expand_tiles(
             for i in tl.static_range(N_RANK_BLOCKS):
                 if (rank <= RANK_BLOCKS[i]) & ((i == 0) | (rank > RANK_BLOCKS[i - 1])):
                     parts = ((out_rows, h_rows, addend_rows, v_rows, live),)
-                    N_PARTS: tl.constexpr = PARTS if i == 0 else 1
-                    if N_PARTS > 1:
+                    if PARTS[i] > 1:
                         parts = ()
-                        for part in tl.static_range(N_PARTS):
+                        for part in tl.static_range(PARTS[i]):
+                            places_ptr = tiles_ptr + part * (ROWS // PARTS[i])
                             parts += (
                                 _rows(
+                                    rows_of_tile(places_ptr, tile, n_tiles, WIDTH, ROWS // PARTS[i]),
                                     h_ptr,
                                     v_ptr,
                                     addend_ptr,
-                                    tiles_ptr + part * (ROWS // N_PARTS),
+                                    places_ptr,
                                     tile,
                                     n_tiles,
                                     tiles_stride,
@@ -358,7 +361,7 @@ def _expand_tiles(
                                     row_stride,
                                     WIDE,
                                     WIDTH,
-                                    ROWS // N_PARTS,
+                                    ROWS // PARTS[i],
                                 ),
                             )
                     _columns(
@@ -377,10 +380,10 @@ def _expand_tiles(
                         SHARED,
                         VECTOR,
                         SPLIT,
-                        N_PARTS,
+                        PARTS[i],
                         RANK_BLOCKS[i],
-                        N_PARTS * BLOCK_OUT,
-                        STAGES[i] - (N_PARTS - 1),
+                        PARTS[i] * BLOCK_OUT,
+                        STAGES[i],
                     )
             if LARGER and rank > RANK_BLOCKS[N_RANK_BLOCKS - 1]:
                 for column in range(first_column, last_column, BLOCK_OUT):
@@ -504,8 +507,8 @@ def expand(
         WIDTH=width,
         ROWS=tile_rows,
         RANK_BLOCKS=rank_blocks,
-        STAGES=stages,
-        PARTS=parts,
+        STAGES=(max(1, stages[0] - parts + 1), *stages[1:]),
+        PARTS=(parts, *(1 for _ in rank_blocks[1:])),
         N_RANK_BLOCKS=len(rank_blocks),
         LARGER=max_rank > rank_blocks[-1],
         BLOCK_RANK=parameters.block_rank,
