@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,12 @@ class _Block:
     references: int = 1
 
 
+@dataclass
+class _Hole:
+    offset: int  # elements
+    size: int  # elements
+
+
 class Arena:
     """Blocks of one flat tensor, by key. A block holds the packed parts of one adapter, or one shared basis.
 
@@ -50,6 +57,7 @@ class Arena:
         staging = min(self.capacity, STAGING_BYTES) // dtype.itemsize
         self._staging = torch.empty(staging, dtype=dtype, device=device)
         self._blocks: dict[str, _Block] = {}
+        self._holes = [_Hole(0, self.tensor.numel())]  # by offset; no two of them touch
         self.used = 0
 
     @property
@@ -89,9 +97,9 @@ class Arena:
         if needed > self.free:
             raise ArenaFull(key, needed, self.free, self.capacity)
         size = needed // self.tensor.itemsize
-        offset = self._find_hole(size)
-        if offset is None:
-            offset = self._compact()
+        if size and not any(hole.size >= size for hole in self._holes):
+            self._compact()
+        offset = self._take(size)
         self._blocks[key] = _Block(offset, elements, size)
         self.used += needed
         return offset
@@ -119,31 +127,43 @@ class Arena:
         if block.references == 0:
             del self._blocks[key]
             self.used -= block.size * self.tensor.itemsize
+            self._give(block.offset, block.size)
 
     def _view(self, offset: int, elements: int) -> torch.Tensor:
         return self.tensor[offset : offset + elements]
 
-    def _in_order(self) -> list[_Block]:
-        # Size breaks the tie between an empty block and the block that starts where it lies.
-        return sorted(self._blocks.values(), key=lambda block: (block.offset, block.size))
+    def _take(self, size: int) -> int:
+        """Where a block of so many elements starts: in the first hole that is large enough. An empty one may lie
+        anywhere."""
+        for place, hole in enumerate(self._holes):
+            if hole.size >= size > 0:
+                offset = hole.offset
+                hole.offset, hole.size = offset + size, hole.size - size
+                if not hole.size:
+                    del self._holes[place]
+                return offset
+        return 0
 
-    def _find_hole(self, size: int) -> int | None:
-        """The first hole of at least ``size`` elements."""
-        end = 0
-        for block in self._in_order():
-            if block.offset - end >= size:
-                return end
-            end = block.offset + block.size
-        return end if self.tensor.numel() - end >= size else None
+    def _give(self, offset: int, size: int) -> None:
+        """Makes a hole of a block, one with those that it touches."""
+        if not size:
+            return
+        place = bisect_left(self._holes, offset, key=lambda hole: hole.offset)
+        if place < len(self._holes) and offset + size == self._holes[place].offset:
+            size += self._holes.pop(place).size
+        if place and self._holes[place - 1].offset + self._holes[place - 1].size == offset:
+            self._holes[place - 1].size += size
+        else:
+            self._holes.insert(place, _Hole(offset, size))
 
-    def _compact(self) -> int:
-        """Moves all blocks to the left; returns where the free space begins."""
+    def _compact(self) -> None:
+        """Moves all blocks to the left, so that one hole is behind them."""
         end = 0
-        for block in self._in_order():
+        for block in sorted(self._blocks.values(), key=lambda block: block.offset):
             self._move(block, end)
             end += block.size
+        self._holes = [_Hole(end, self.tensor.numel() - end)]
         self.generation += 1
-        return end
 
     def _move(self, block: _Block, offset: int) -> None:
         """Moves a block to the left. Chunks go from left to right, so a write only meets what was already read."""

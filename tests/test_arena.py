@@ -67,6 +67,17 @@ class ArenaMachine(RuleBasedStateMachine):
     def used(self) -> int:
         return sum(self.bytes_of(block.elements) for block in self.model.values())
 
+    def first_gap(self, size: int) -> int | None:
+        """Where the first of at least so many bytes begins."""
+        end = 0
+        for key in sorted(self.model, key=self.arena.offset):
+            if block := self.bytes_of(self.model[key].elements):
+                begin = self.arena.offset(key) * self.dtype.itemsize
+                if begin - end >= size:
+                    return end
+                end = begin + block
+        return end if UNITS * ALIGNMENT - end >= size else None
+
     def elements(self, data: st.DataObject) -> int:
         """Sizes at, just below and just above whole units, and anything between."""
         per_unit = ALIGNMENT // self.dtype.itemsize
@@ -75,9 +86,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def allocate_and_write(self, key: str, elements: int) -> None:
         before = {other: self.arena.offset(other) for other in self.model}
-        generation = self.arena.generation
+        generation, gap = self.arena.generation, self.first_gap(self.bytes_of(elements))
         offset = self.arena.allocate(key, elements)
         assert offset == self.arena.offset(key)
+        if elements:
+            assert (self.arena.generation == generation) == (gap is not None), "blocks move only if they have to"
+            assert gap in (None, offset * self.dtype.itemsize)
         if self.arena.generation == generation:
             assert before == {other: self.arena.offset(other) for other in self.model}, "blocks moved without notice"
         self.model[key] = Expected(elements)
