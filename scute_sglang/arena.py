@@ -97,9 +97,11 @@ class Arena:
         if needed > self.free:
             raise ArenaFull(key, needed, self.free, self.capacity)
         size = needed // self.tensor.itemsize
-        if size and not any(hole.size >= size for hole in self._holes):
-            self._compact()
         offset = self._take(size)
+        if offset is None:
+            self._compact()
+            offset = self._take(size)
+            assert offset is not None
         self._blocks[key] = _Block(offset, elements, size)
         self.used += needed
         return offset
@@ -132,17 +134,19 @@ class Arena:
     def _view(self, offset: int, elements: int) -> torch.Tensor:
         return self.tensor[offset : offset + elements]
 
-    def _take(self, size: int) -> int:
-        """Where a block of so many elements starts: in the first hole that is large enough. An empty one may lie
-        anywhere."""
+    def _take(self, size: int) -> int | None:
+        """Where a block of so many elements starts: in the first hole that is large enough, ``None`` if there is none.
+        An empty one may lie anywhere."""
+        if not size:
+            return 0
         for place, hole in enumerate(self._holes):
-            if hole.size >= size > 0:
+            if hole.size >= size:
                 offset = hole.offset
                 hole.offset, hole.size = offset + size, hole.size - size
                 if not hole.size:
                     del self._holes[place]
                 return offset
-        return 0
+        return None
 
     def _give(self, offset: int, size: int) -> None:
         """Makes a hole of a block, one with those that it touches."""
