@@ -17,13 +17,12 @@ from scute_kernels.plan import (
     PREFILL_WIDTH,
     BatchPlan,
     build_plan,
-    count_tiles,
-    first_tiles,
     most_tiles,
     own_tile_rows,
     shared_fields,
     tile_width,
     view_plan,
+    without_dead_tiles,
 )
 from scute_kernels.route import kernel as route_kernel
 from scute_kernels.shared_route import kernel as shared_route_kernel
@@ -115,7 +114,7 @@ class Sites:
         packed = build_plan(slots, counts, groups, rows, width, tile_rows, leaders, transforming)
         routes = self.table.new_empty(most_tiles(rows, width, len(groups)), self.table.shape[1], fields)
         plan = view_plan(packed.to(DEVICE), rows, width, routes)
-        return plan, first_tiles(plan, max(1, count_tiles(packed, rows, width))) if width == PREFILL_WIDTH else plan
+        return plan, without_dead_tiles(plan, packed) if width == PREFILL_WIDTH else plan
 
     def _fill(
         self,

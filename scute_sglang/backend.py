@@ -33,7 +33,6 @@ from scute_kernels.plan import (
     PREFILL_WIDTH,
     BatchPlan,
     build_plan,
-    count_tiles,
     few_further,
     first_tiles,
     most_tiles,
@@ -42,6 +41,7 @@ from scute_kernels.plan import (
     shared_fields,
     tile_width,
     view_plan,
+    without_dead_tiles,
 )
 from scute_kernels.rotate import rotate
 from scute_kernels.route import route
@@ -368,12 +368,11 @@ class ScuteLoRABackend(BaseLoRABackend):
         own = view_plan(memory.packed[0], rows, width, memory.routes)
         plans = Plans(own, view_plan(memory.packed[1], rows, width, memory.shared_routes), filled=own)
         if exact:
-            counts_of_tiles = [max(1, count_tiles(packed, rows, width)) for packed in host]
             plans = Plans(
                 own,
-                first_tiles(plans.grouped, counts_of_tiles[1]),
+                without_dead_tiles(plans.grouped, host[1]),
                 # The kernel for tiles of one row depends on their number, for which ``rehearse`` has that of the rows.
-                filled=own if tile_rows == 1 else first_tiles(own, counts_of_tiles[0]),
+                filled=own if tile_rows == 1 else without_dead_tiles(own, host[0]),
             )
         route(plans.own.tiles, plans.own.routes, self.pool.table)
         tables = (self.pool.table, self.pool.bases, self.pool.origins)

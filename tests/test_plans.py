@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from scute_kernels.plan import (
     FEW_ROWS,
     build_plan,
-    count_tiles,
-    first_tiles,
     most_tiles,
     own_tile_rows,
     packed_size,
     view_plan,
+    without_dead_tiles,
 )
 
 pytest.importorskip("sglang")
@@ -49,7 +48,7 @@ def test_a_graph_sees_every_live_tile(
     build_plan(owners, counts, [0] * slots, capacity, width, width, leaders=range(slots), out=packed[1])
     routes = torch.arange(tiles)
     own, grouped = (view_plan(plan, capacity, width, routes) for plan in packed)
-    whole = Plans(own, grouped, filled=first_tiles(own, max(1, count_tiles(packed[0], capacity, width))))
+    whole = Plans(own, grouped, filled=without_dead_tiles(own, packed[0]))
 
     seen = whole.of(rows, slots)
     adapted = sorted(

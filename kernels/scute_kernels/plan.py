@@ -210,9 +210,11 @@ def first_tiles(plan: BatchPlan, count: int) -> BatchPlan:
     return replace(plan, tiles=plan.tiles[:, :count], routes=plan.routes[:count])
 
 
-def count_tiles(packed: torch.Tensor, rows: int, width: int) -> int:
-    """How many tiles of a packed plan on the host are live."""
-    return int((packed[_first_tile(rows) :].view(3, -1, width)[0, :, 0] >= 0).sum())
+def without_dead_tiles(plan: BatchPlan, packed: torch.Tensor) -> BatchPlan:
+    """``plan`` with its live tiles only, or one dead tile: views. ``packed``: the same plan, whole, on the host."""
+    rows, width = plan.row_slot.shape[0], plan.tiles.shape[2]
+    live = int((packed[_first_tile(rows) :].view(3, -1, width)[0, :, 0] >= 0).sum())
+    return first_tiles(plan, max(1, live))
 
 
 def live_tiles(tiles: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
