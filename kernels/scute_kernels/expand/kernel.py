@@ -220,29 +220,19 @@ def _columns(
 @triton.jit
 def _rows(
     rows,
-    h_ptr,
-    v_ptr,
-    addend_ptr,
     tiles_ptr,
-    tile,
-    n_tiles,
-    tiles_stride,
-    rows_of_batch,
-    n_further,
-    from_further,
-    slice_number,
-    begin,
-    h_stride,
-    addend_stride,
-    max_rank,
-    row_stride,
+    of_slice,
     WIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Of the ``rows`` of ``ROWS`` places of a tile, the first at ``tiles_ptr``: pointers to the first column of the
     slice, where it is written, where it is read and in ``addend``, and to the row of ``v``, each ``(ROWS, 1)``; which
-    places have rows."""
+    places have rows. ``of_slice``: what its parts have in common, see ``_expand_tiles``."""
+    h_ptr, v_ptr, addend_ptr, strides, tile_of, further, slice_number, begin = of_slice
+    h_stride, addend_stride, row_stride, max_rank = strides
+    tile, n_tiles, tiles_stride = tile_of
+    rows_of_batch, n_further, from_further = further
     out_rows = h_ptr + rows[:, None] * h_stride + begin
     h_rows = out_rows
     if WIDE:
@@ -310,60 +300,22 @@ def _expand_tiles(
             routes_ptr, tile, n_tiles, sites, first_site, slice_number, SHARED, WIDE
         )
         if any_part:
-            out_rows, h_rows, addend_rows, v_rows, live = _rows(
-                rows,
-                h_ptr,
-                v_ptr,
-                addend_ptr,
-                tiles_ptr,
-                tile,
-                n_tiles,
-                tiles_stride,
-                rows_of_batch,
-                n_further,
-                from_further,
-                slice_number,
-                begin,
-                h_stride,
-                addend_stride,
-                max_rank,
-                row_stride,
-                WIDE,
-                WIDTH,
-                ROWS,
-            )
+            strides = h_stride, addend_stride, row_stride, max_rank
+            further = rows_of_batch, n_further, from_further
+            tile_of = tile, n_tiles, tiles_stride
+            of_slice = h_ptr, v_ptr, addend_ptr, strides, tile_of, further, slice_number, begin
+            whole = _rows(rows, tiles_ptr, of_slice, WIDE, WIDTH, ROWS)
+            out_rows, h_rows, addend_rows, v_rows, live = whole
             b_ptr = arena_ptr + known_multiple(b_offset, VECTOR)
             for i in tl.static_range(N_RANK_BLOCKS):
                 if (rank <= RANK_BLOCKS[i]) & ((i == 0) | (rank > RANK_BLOCKS[i - 1])):
-                    parts = ((out_rows, h_rows, addend_rows, v_rows, live),)
+                    parts = (whole,)
                     if PARTS[i] > 1:
                         parts = ()
                         for part in tl.static_range(PARTS[i]):
                             places_ptr = tiles_ptr + part * (ROWS // PARTS[i])
-                            parts += (
-                                _rows(
-                                    rows_of_tile(places_ptr, tile, n_tiles, WIDTH, ROWS // PARTS[i]),
-                                    h_ptr,
-                                    v_ptr,
-                                    addend_ptr,
-                                    places_ptr,
-                                    tile,
-                                    n_tiles,
-                                    tiles_stride,
-                                    rows_of_batch,
-                                    n_further,
-                                    from_further,
-                                    slice_number,
-                                    begin,
-                                    h_stride,
-                                    addend_stride,
-                                    max_rank,
-                                    row_stride,
-                                    WIDE,
-                                    WIDTH,
-                                    ROWS // PARTS[i],
-                                ),
-                            )
+                            places = rows_of_tile(places_ptr, tile, n_tiles, WIDTH, ROWS // PARTS[i])
+                            parts += (_rows(places, places_ptr, of_slice, WIDE, WIDTH, ROWS // PARTS[i]),)
                     _columns(
                         parts,
                         b_ptr,
